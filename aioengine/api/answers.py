@@ -396,7 +396,7 @@ def error(end: End) -> RowError | None:
     if end.code is FinishCode.FAILED:
         return errors.RequestError(end.stage, end.message)
     missed_ms = end.matched if isinstance(end.matched, int) else 1000
-    message = f"the request would come too late: {end.message}"
+    message = f"the request would miss its deadline: {end.message}"
     return errors.EngineOverloadedError(message, retry_after=missed_ms / 1000)
 
 

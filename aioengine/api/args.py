@@ -191,7 +191,7 @@ def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
     for i, entry in enumerate(entries):
         adapter = _adapter(f"{name}[{i}]", entry)
         if adapter.name in adapters:
-            raise ValueError(f"{name} has two adapters of the name {checks.shown(adapter.name)}; give each its own")
+            raise ValueError(f"{name} has two adapters named {checks.shown(adapter.name)}; give each its own")
         adapters[adapter.name] = adapter
     return tuple(adapters.values())
 

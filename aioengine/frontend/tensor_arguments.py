@@ -29,7 +29,7 @@ def checked(argument: str, value: object) -> dict[str, Any]:
         if torch is None or not isinstance(tensor, torch.Tensor):
             raise checks.wrong_type(f"{argument}[{text!r}]", "a torch.Tensor", tensor)
         if text in tensors:
-            raise ValueError(f"{argument} has two tensors of the name {text!r}")
+            raise ValueError(f"{argument} has two tensors named {text!r}")
         _check(text, tensor)
         tensors[text] = tensor.detach()
     if not tensors:

@@ -258,7 +258,7 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
 def _why_unused(name: str) -> str:
     """Return why a tensor of this name is refused."""
     if any(f".{head}." in name for head in _HEADS):
-        return f"of the head: it cannot change; {_MERGE}"
+        return f"of the head: adapters cannot change it; {_MERGE}"
     return f"which is no LoRA of a linear layer; allowed: {_STEM}(layer){' and '.join(_ENDS)}; {_MERGE}"
 
 
@@ -294,6 +294,6 @@ def _in_base(name: str, layers: Layers) -> str:
 
 def _why_unknown(name: str, layers: Layers) -> str:
     if name.rpartition(".")[2] in _HEADS:
-        return f"it changes {name}: it cannot change; {_MERGE}"
+        return f"it changes {name}: adapters cannot change it; {_MERGE}"
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     return f"it changes {name}, but the base model has no such layer for adapters; it has layers {', '.join(known)}"

@@ -116,7 +116,7 @@ def test_a_long_batch_keeps_its_order(embedder: Engine) -> None:
         (lambda llm: llm.encode("a", dimensions=49), ValueError, "dimensions must be at most 48 .*got 49"),
         (lambda llm: llm.encode("a", prompt_name="x"), ValueError, "prompt_name 'x' .*'query', 'document'"),
         (lambda llm: llm.rerank("a", ["b"]), ValueError, "rerank needs a cross-encoder.*task 'embed'"),
-        (lambda llm: llm.generate("a"), ValueError, "task of this model is 'embed'.*encode works"),
+        (lambda llm: llm.generate("a"), ValueError, "task 'embed'\\) does not generate; use encode"),
         (lambda llm: llm.encode(input_ids=[5, 10**6]), ValueError, "input_ids has 1000000, outside the vocabulary"),
     ],
 )

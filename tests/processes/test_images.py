@@ -172,7 +172,7 @@ def stand_ins() -> dict[bytes, bytes]:
 @pytest.mark.parametrize(
     ("prompt", "images", "words"),
     [
-        ("no placeholder", b"x", r"no image placeholder, and 1 image; write <image> in it for each"),
+        ("no placeholder", b"x", r"1 image but no placeholder; write <image> once for each image"),
         ("<image> <image>", None, "has 2 image placeholders .* for 0 images"),
         ("<image> <image>", [b"PICTURE"], r"has 2 image placeholders .* for 1 image; .*\(or 16, "),
         ("<image>", [b"x"] * 4, "image_data has 4 images; the limit is max_images_per_prompt=3"),

@@ -215,10 +215,10 @@ class QueueLimits:
         config = self._config
         num_waiting = self.num_calls + len(self._reserved) - self._max_running
         if num_waiting >= config.max_requests:
-            return f"calls that wait: {num_waiting} (max_queued_requests={config.max_requests})"
+            return f"{num_waiting} calls are waiting (max_queued_requests={config.max_requests})"
         tokens_waiting = self.num_tokens - self._max_total_tokens
         if tokens_waiting >= config.max_tokens:
-            return f"prompt tokens that wait: {tokens_waiting} (max_queued_tokens={config.max_tokens})"
+            return f"{tokens_waiting} prompt tokens are waiting (max_queued_tokens={config.max_tokens})"
         if self.num_bytes >= config.max_bytes:
             return f"the prompts of open calls have {self.num_bytes} bytes (max_queued_bytes={config.max_bytes})"
         return None

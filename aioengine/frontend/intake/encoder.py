@@ -217,7 +217,8 @@ class PoolEncoder(NamedTuple):
             return self.tokenizer.encode_cut(*pair, self.max_tokens)
         kind = "text" if prompt.second is None else "pair of texts"
         return RequestTooLargeError(
-            f"the {kind} has at least {len(ids)} tokens; at most {self.max_tokens} are allowed; truncate=True cuts its end"
+            f"the {kind} has at least {len(ids)} tokens; at most {self.max_tokens} are allowed; "
+            "truncate=True cuts its end"
         )
 
 

@@ -479,10 +479,10 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
-        sizes = (
-            f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images; at most {max_tokens} are allowed"
+        return RequestTooLargeError(
+            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images; at most {max_tokens} "
+            "are allowed; give smaller or fewer images"
         )
-        return RequestTooLargeError(f"the prompt has {sizes}; give smaller or fewer images")
     if pooled.truncates:
         cut = encoded[:max_tokens]
         try:
