@@ -480,8 +480,8 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
         return encoded
     if isinstance(encoded, MediaIds):
         return RequestTooLargeError(
-            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images; at most {max_tokens} "
-            "are allowed; give smaller or fewer images"
+            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images; "
+            f"at most {max_tokens} are allowed; give smaller or fewer images"
         )
     if pooled.truncates:
         cut = encoded[:max_tokens]

@@ -43,7 +43,7 @@ def test_a_stop_token_beats_the_length_and_waits_for_the_minimum(
             8,
             1,
             FinishCode.TOO_LARGE,
-            "the prompt has 8 tokens; prompt and output together may have at most 8 (the KV pool)",
+            "8 tokens; prompt and output together may have at most 8 (the KV pool)",
         ),
         (20, 1, FinishCode.TOO_LARGE, "together may have at most 16 (the context)"),
         (0, 1, FinishCode.FAILED, "no tokens"),
