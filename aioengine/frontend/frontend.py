@@ -47,8 +47,8 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The methods up to ``stats``, and ``close_now``, may be called from any thread, the others only on the loop. It
-    implements ``ReaderActions``.
+    Comments say which methods may be called from any thread. The others are called only on the loop. It implements
+    ``ReaderActions``.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.

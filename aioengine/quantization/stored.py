@@ -29,7 +29,7 @@ _WEIGHTS: Final = ("weight", "weight_packed", "qweight")
 _ONES: Final = {4: 0x11111111, 8: 0x01010101}
 """Words of codes that are 1."""
 _SPREADS: Final[dict[str | int, float]] = {"nf4": 0.52, "fp4": 0.49, 4: 4.6, 8: 74.0, "fp8": 1.0}
-"""Standard deviations of random codes."""
+"""Standard deviations of random codes (``load_format="dummy"``)."""
 _FP4: Final = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
 _TABLES: Final = {
     "fp4": (*_FP4, *(-number for number in _FP4)),
@@ -79,7 +79,7 @@ class StoredFormat(CodesFormat):
         return self.scheme.part(name, axis, ranges, shape)
 
     def _preset(self, name: str, tensor: Tensor, layer: LinearSpec) -> None:
-        """Set a tensor [...] so that, with random codes, outputs have about the magnitude of the inputs."""
+        """Set a tensor [...] so that, with random codes (``load_format="dummy"``), outputs have about the magnitude of the inputs."""
         scheme, in_features = self.scheme, layer.in_features
         scale = in_features**-0.5 / _SPREADS["fp8" if scheme.layout == "fp8" else scheme.table or scheme.bits]
         if name.endswith("g_idx"):

@@ -352,6 +352,7 @@ class Call:
     """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
 
     Attributes:
+        request: its checked arguments. This attribute and ``results`` are missing until ``set_request``.
         number: the number of the call in the engine, from 1; 0: not registered.
         deadlines: name in a finish reason -> absolute time. timer: for the next of them. ids: its ids in ``CallIds``.
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
@@ -463,8 +464,8 @@ class Call:
     @property
     def has_unread(self) -> bool:
         """Whether its reader has something to take."""
-        is_waiting = not self.is_stream and bool(self.results)
-        return bool(self.ready) or (is_waiting and self.error is None and not self.is_left)
+        has_answer = not self.is_stream and bool(self.results)
+        return bool(self.ready) or (has_answer and self.error is None and not self.is_left)
 
     def row_rid(self, index: int) -> str:
         """Return the id of a row: the id of its prompt or of the call, followed by the numbers of prompt and sample."""
