@@ -193,7 +193,7 @@ def file_states(paths: Iterable[Path]) -> dict[str, str]:
     return states
 
 
-def check_unchanged(states: Mapping[str, str], since: str) -> None:
+def check_unchanged(states: Mapping[str, str], since: str = "since the engine was created") -> None:
     """Raise ValueError if the digest of a file has changed. ``since``: the time of ``states``, for the message."""
     for path, state in file_states(map(Path, states)).items():
         if states[path] != state:

@@ -86,7 +86,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     kv_dtype = KV_DTYPES[settings.memory.kv_dtype or settings.model.dtype]
     memory = DeviceMemory(device)
     vocab_size = sampled_vocab_size(settings)
-    check_unchanged(settings.model.files, "since the engine was made")
+    check_unchanged(settings.model.files)
     shard = _shard(settings, device)
     advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
     if dtype == torch.float32:
@@ -261,7 +261,7 @@ def _load_draft(
     settings = replace(
         settings, model=draft.model, runner=replace(settings.runner, attention_backend=draft.attention_backend)
     )
-    check_unchanged(draft.model.files, "since the engine was made")
+    check_unchanged(draft.model.files)
     config, options, _ = _options(settings, WHOLE)
     model = _model(settings, config, options)
     shape = dataclasses.replace(model.attention_shape, dtype=options.dtype)

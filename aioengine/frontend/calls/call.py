@@ -488,7 +488,7 @@ class Call:
         """Add the row that is started next."""
         self.live[row.index] = row
         self.num_held += 1
-        if self.request.resume_ttl_s is not None:
+        if self.is_attachable:
             self.kept_row = row
 
     def accept(self) -> None:

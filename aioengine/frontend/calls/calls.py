@@ -77,7 +77,7 @@ class Calls:
         self.num_opened += 1
         call.number = self.num_opened
         self.opened[call] = None
-        if call.request.resume_ttl_s is not None:
+        if call.is_attachable:
             self.attachments.add(call)
 
     def start(self, call: Call) -> None:
@@ -162,11 +162,10 @@ class Calls:
             if call.timer is not None:
                 call.timer.cancel()
             self._limits.release(call, now)
-            is_attachable = request.resume_ttl_s is not None
-            if call.num_logprob_bytes and (is_attachable or not call.has_unread):
+            if call.num_logprob_bytes and (call.is_attachable or not call.has_unread):
                 call.free_logprobs()
             request.clear()
-        if is_attachable:
+        if call.is_attachable:
             self.attachments.ended(call)
         else:
             self._free_ids(call)
