@@ -248,7 +248,7 @@ class Frontend:
             timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
             self.limits.refuse(EngineDrainingError("the engine is draining and accepts no new requests"))
-        self.controls.resume()
+        self.controls.unpause_later()
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self.calls.end(list(self.calls.opened), FinishCode.SHUTDOWN)

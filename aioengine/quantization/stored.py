@@ -79,7 +79,7 @@ class StoredFormat(CodesFormat):
         return self.scheme.part(name, axis, ranges, shape)
 
     def _preset(self, name: str, tensor: Tensor, layer: LinearSpec) -> None:
-        """Set a tensor [...] so that, with random codes (``load_format="dummy"``), outputs have about the magnitude of the inputs."""
+        """Set a tensor [...] so that, with random codes, outputs have about the magnitude of the inputs."""
         scheme, in_features = self.scheme, layer.in_features
         scale = in_features**-0.5 / _SPREADS["fp8" if scheme.layout == "fp8" else scheme.table or scheme.bits]
         if name.endswith("g_idx"):

@@ -260,8 +260,8 @@ class Ledger:
         return len(self._requests)
 
     @property
-    def holds_back(self) -> bool:
-        """Whether there are reports to take, or there may be unsent requests."""
+    def has_unsent(self) -> bool:
+        """Whether there are unsent reports, or may be unsent requests."""
         if self._ended or self.controls.lost:
             return True
         return bool(self._requests) and (not self.is_connected or self._quarantine.retried is not None)
@@ -321,7 +321,7 @@ class Ledger:
             elif not request.has_begun:
                 self._end(End(uid, abort.code, message=abort.message, ended_at=now))
         due: list[ToScheduler] = [Abort(sent, abort.code, abort.message)] if sent else []
-        if self.holds_back and self.is_connected:
+        if self.has_unsent and self.is_connected:
             self._quarantine.choose_next()
             due += self._release()
         return due

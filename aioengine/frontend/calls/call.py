@@ -185,7 +185,7 @@ class CallRow:
         """Return the error of a row with this end; None: the row has an answer."""
         return answers.error(end)
 
-    def free_logprobs(self, num_kept: int = 0) -> None:
+    def keep_logprobs(self, num_kept: int) -> None:
         """Free the memory reserved for its logprobs, except ``num_kept`` bytes."""
         num_bytes = max(0, self.num_logprob_bytes - num_kept)
         self.num_logprob_bytes -= num_bytes
@@ -238,7 +238,7 @@ class CallRow:
         if self.final_info is not None and self.call.is_stream:
             self.call.num_held -= 1
             if self.num_logprob_bytes:
-                self.free_logprobs()
+                self.keep_logprobs(0)
         return chunk
 
     def answer(self) -> Answer:
@@ -390,7 +390,7 @@ class Call:
     request: CallRequest = field(init=False)
     rid: str = ""
     is_stream: bool = False
-    returns_exceptions: bool = False
+    rows_fail_alone: bool = False
     deadlines: dict[str, float] = field(default_factory=dict)
     number: int = 0
     ids: list[str] = field(default_factory=list)
@@ -431,7 +431,7 @@ class Call:
         self.request = request
         self.rid = request.rid or os.urandom(16).hex()
         self.is_stream = request.is_stream
-        self.returns_exceptions = request.returns_exceptions and request.gives_batch
+        self.rows_fail_alone = request.returns_exceptions and request.gives_batch
         self.num_open = request.num_rows
         self.is_over = self.num_open == 0
         if not self.is_stream:
@@ -517,7 +517,7 @@ class Call:
         self.is_over = self.is_over or self.num_open == 0
         if self.on_row_end is not None:
             self.on_row_end(row, row.final_info, row.error)
-        if row.error is not None and not self.returns_exceptions:
+        if row.error is not None and not self.rows_fail_alone:
             self.fail(answers.named(row.error, row.prompt_index, self.request.num_prompts))
         elif self.is_stream:
             if not row.has_unread:

@@ -65,7 +65,7 @@ class CallIds:
         request.num_registered = len(request.prompts)
 
     def find(self, rid: str) -> tuple[Call, range] | None:
-        """Return the call and the rows of a known id, or of one with ``_0``, ``_1`` ... appended. Any string is allowed."""
+        """Return the call and the rows of a known id, or of one with ``_0``, ``_1`` ... appended."""
         numbers: list[str] = []
         while (owner := self._owners.get(rid)) is None:
             rid, separator, number = rid.rpartition("_")

@@ -123,11 +123,11 @@ class QueueLimits:
         call.num_rows_of[prompt_index] = num_rows + 1
 
     @property
-    def free_logprob_bytes(self) -> int:
+    def num_free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
     def reserve_logprobs(self, row: CallRow, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
+        """Reserve memory for the logprobs of a row, until ``CallRow.keep_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit with the other rows of its call.
@@ -140,7 +140,7 @@ class QueueLimits:
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
             )
-        if num_bytes > self.free_logprob_bytes:
+        if num_bytes > self.num_free_logprob_bytes:
             message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
         call.on_logprobs_freed = self._count_freed_logprobs

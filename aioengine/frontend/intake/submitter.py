@@ -181,7 +181,7 @@ class Submitter:
         The length of a prompt is not known yet, so each row counts an upper bound for the memory of its logprobs.
         """
         request = call.request
-        num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
+        num_free_bytes, num_rows = self._limits.num_free_logprob_bytes, 0
         prompt_index = call.num_started // request.num_samples
         while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt_index < request.num_registered:
             if (rules := request.logprobs_of(prompt_index)) is not None:
@@ -301,7 +301,7 @@ class Submitter:
             _end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
             try:
-                submit = self._submit_of(row, prompt_index, params)
+                submit = self._register(row, prompt_index, params)
             except (ValueError, EngineOverloadedError) as error:
                 _refuse_row(row, error)
                 return
@@ -333,7 +333,7 @@ class Submitter:
         call.add_row(row)
         return row
 
-    def _submit_of(self, row: CallRow, prompt_index: int, params: SamplingParams) -> Submit | None:
+    def _register(self, row: CallRow, prompt_index: int, params: SamplingParams) -> Submit | None:
         """Register a row and return the message that starts it; None: it generates nothing.
 
         Raises:
