@@ -176,14 +176,8 @@ class BaseEngine(ABC):
         A generative model returns the normalized hidden state of the last token. ``EncodeOptions`` describes the
         ``options``.
 
-        Raises:
-            TypeError, ValueError: an argument is wrong.
-            EngineOverloadedError, EngineDrainingError, EngineClosedError, EngineDeadError: the engine accepts no
-                requests.
-            WrongLoopError: the ``AsyncEngine`` was started on another event loop.
-
-        Awaiting raises ``RequestTooLargeError`` (a ValueError) if a text is too long for the model and ``truncate`` is
-        not set, and ``RequestError`` if only this request failed or was aborted.
+        Errors are those of ``async_generate``. Awaiting raises ``RequestTooLargeError`` (a ValueError) if a text is too
+        long for the model and ``truncate`` is not set, and ``RequestError`` also if the request was aborted.
         """
         return self._open(partial(encode_request, prompt, input_ids, options))
 
@@ -201,7 +195,7 @@ class BaseEngine(ABC):
         Await the result: a ``BatchOutput`` of dicts with ``score``, ``index`` and ``meta_info``. With a query and
         ``documents``, it has the ``top_n`` best documents (default: all), best first. If ``query`` is a list of pairs
         ``[query, document]``, it has one score per pair, in their order. ``PoolOptions`` describes the ``options``.
-        Errors are those of ``async_encode``; also ValueError if the model is not a cross-encoder.
+        Errors are those of ``async_encode``, also ValueError if the model is not a cross-encoder.
         """
         return self._open(partial(rerank_request, query, documents, top_n, options))
 
@@ -315,9 +309,13 @@ class AsyncEngine(BaseEngine):
     fork, and start it again after a shutdown. It belongs to the process and the loop that start it: calls from another
     loop raise ``WrongLoopError``. ``EngineArguments`` describes all arguments; the default is the small demo model.
 
+    Methods raise TypeError or ValueError if an argument is wrong, ``EngineClosedError`` after the shutdown, and
+    ``EngineDeadError`` if the engine has died.
+
     Raises:
         TypeError: an argument does not exist, or a value has the wrong type.
         ValueError: a value is out of range, or the model folder cannot be served. (For downloads, ``start`` raises it.)
+        EngineStartupError: too few file descriptors are free.
     """
 
     _is_bound = True
@@ -522,9 +520,6 @@ class AsyncEngine(BaseEngine):
 
         pinned: keep the adapter in its slot on the device. If the adapter cannot be used or the name is in use, the
         result is false and has the reason in ``error_message``. ``loaded_adapters`` has all loaded adapters.
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
         return await self._frontend_here().adapters.load(lora_name, lora_path, pinned)
 
@@ -545,9 +540,6 @@ class AsyncEngine(BaseEngine):
 
         tensors: with the names in adapter_model.safetensors, such as ``peft.get_peft_model_state_dict(model)``.
         config_dict: the content of adapter_config.json, such as ``peft_config.to_dict()``. load_format: None or "auto".
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
         return await self._frontend_here().adapters.load_tensors(lora_name, tensors, config_dict, load_format, pinned)
 
@@ -602,9 +594,6 @@ class AsyncEngine(BaseEngine):
         load_format: "auto" (default), "safetensors" or "gguf"; the files decide. flush_cache: has no effect, because
         old prefixes are never used with new weights. weight_version: the name of the new weights (default: the number
         of updates).
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
         checks.switch("flush_cache", flush_cache)
         return await self._frontend_here().weights.from_disk(model_path, load_format, weight_version)
@@ -630,9 +619,6 @@ class AsyncEngine(BaseEngine):
         ``enable_weights_cpu_backup=True`` of the constructor keeps a copy, with which they continue.
 
         load_format: None or "auto". flush_cache: has no effect, as in ``update_weights_from_disk``.
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
         checks.switch("flush_cache", flush_cache)
         return await self._frontend_here().weights.from_tensors(named_tensors, load_format, weight_version)
@@ -643,9 +629,6 @@ class AsyncEngine(BaseEngine):
 
         ``update_weights_from_disk`` ends the update, too. The result is false if an update is open already. selector:
         "all" or "target".
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
         return await self._frontend_here().weights.begin(selector)
 
@@ -655,9 +638,6 @@ class AsyncEngine(BaseEngine):
 
         The result is false if no update is open, or if tensors are missing: then the update stays open, and the message
         names them. After the loss of a process, the update is not open any more, and the old weights compute.
-
-        Raises:
-            TypeError, ValueError: an argument has the wrong type. EngineClosedError, EngineDeadError.
         """
         return await self._frontend_here().weights.end(weight_version)
 
@@ -668,8 +648,7 @@ class AsyncEngine(BaseEngine):
         With several replicas, return the list of their results.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or the tensor is quantized or divided among ranks.
-            EngineClosedError, EngineDeadError.
+            ValueError: the tensor is quantized, or divided among ranks.
         """
         rows: list[Any] | None = await self._frontend_here().weights.get(name, truncate_size)
         return rows
@@ -689,9 +668,6 @@ class AsyncEngine(BaseEngine):
         Rank ``r`` of the engine joins with rank ``rank_offset + r``; with several replicas, the ranks of the next one
         follow. No step runs until all have joined. backend: "nccl", or "gloo" for tensors on a CPU. The result is false
         if the program cannot be reached within five minutes.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
         """
         return await self._frontend_here().weights.join(
             master_address, master_port, rank_offset, world_size, group_name, backend
@@ -699,11 +675,7 @@ class AsyncEngine(BaseEngine):
 
     @signatures.own_arguments
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Outcome:
-        """Leave a group of ``init_weights_update_group``. The result is false if the engine is in no such group.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
-        """
+        """Leave a group of ``init_weights_update_group``. The result is false if the engine is in no such group."""
         return await self._frontend_here().weights.leave(group_name)
 
     @signatures.own_arguments
@@ -721,9 +693,6 @@ class AsyncEngine(BaseEngine):
         """Replace some or all weights by tensors that rank 0 of the group broadcasts, in the order of ``names``.
 
         As ``update_weights_from_tensor``; no step runs meanwhile. dtypes: of torch, or their names.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong. EngineClosedError, EngineDeadError.
         """
         checks.switch("flush_cache", flush_cache)
         return await self._frontend_here().weights.from_group(
@@ -740,7 +709,6 @@ class AsyncEngine(BaseEngine):
         addresses. Releasing weights also frees the CUDA graphs, which are captured again when all memory is resumed.
 
         Raises:
-            TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
             RuntimeError: this memory is released already, or cannot be released; the message says why.
         """
         await self._frontend_here().weights.change_memory(tags, WeightCall.RELEASE_MEMORY)
@@ -750,7 +718,6 @@ class AsyncEngine(BaseEngine):
         """Allocate released memory again. tags: as of ``release_memory_occupation``.
 
         Raises:
-            TypeError, ValueError: ``tags`` is wrong. EngineClosedError, EngineDeadError.
             RuntimeError: this memory is not released.
         """
         await self._frontend_here().weights.change_memory(tags, WeightCall.RESUME_MEMORY)

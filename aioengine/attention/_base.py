@@ -195,6 +195,16 @@ def kv_pool_shape(
     return (shape.num_kv_layers, shape.num_sides, num_pages, shape.num_kv_heads, page_size, size)
 
 
+def pools_by_layer(groups: Sequence[Sequence[int]], kv_pools: Sequence[Tensor]) -> list[Tensor]:
+    """Return the pool [1 or 2, N, K, S, E] of each layer, from the pools [L, ...] of groups of layers."""
+    by_layer = {
+        layer: kv_layer
+        for layers, kv_pool in zip(groups, kv_pools, strict=True)
+        for layer, kv_layer in zip(layers, kv_pool, strict=False)  # empty for a model without KV cache
+    }
+    return [by_layer[layer] for layer in sorted(by_layer)]
+
+
 def keys_and_values(kv_pool: Tensor | Sequence[Tensor], shape: AttentionShape) -> list[tuple[Tensor, Tensor]]:
     """Return views of the pool for each layer: keys [N, K, S, E], values [N, K, S, V]; V is ``stored_value_size``."""
     return [(layer[0], layer[-1][..., : shape.stored_value_size]) for layer in kv_pool]

@@ -15,13 +15,7 @@ from flashinfer.utils import determine_attention_backend
 
 from aioengine.attention import flashinfer
 from aioengine.attention._base import AttentionShape, BackendUnavailableError, kv_pool_shape
-from aioengine.attention._compilation import (
-    Compilation,
-    CompilationTimeoutError,
-    check_tools,
-    is_ready,
-    kernels_ready,
-)
+from aioengine.attention._compilation import Compilation, CompilationTimeoutError, check_tools, is_ready, kernels_ready
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.protocol.messages import Progress
 

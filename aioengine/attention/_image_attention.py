@@ -28,6 +28,7 @@ from aioengine.attention._base import (
     DecodeBuffers,
     FixedDecode,
     ForwardBatch,
+    pools_by_layer,
 )
 from aioengine.attention.torch import BLOCK, attend_block
 from aioengine.kernels.kv_target import KVTarget, WriteKV, from_stored
@@ -151,12 +152,7 @@ class CapturableImageAttention(ImageAttention[CapturableAttention]):
 
 def build(inner: AttentionBackend, shape: AttentionShape, kv_pools: Sequence[Tensor]) -> AttentionBackend:
     """Add image attention to ``inner``. kv_pools: [L, 2, N, K, S, E] of each group in ``AttentionShape.groups``."""
-    by_layer = {
-        layer: kv_layer
-        for layers, kv_pool in zip(shape.groups, kv_pools, strict=True)
-        for layer, kv_layer in zip(layers, kv_pool, strict=True)
-    }
-    kv_layers = [by_layer[layer] for layer in sorted(by_layer)]
+    kv_layers = pools_by_layer(shape.groups, kv_pools)
     if isinstance(inner, CapturableAttention):
         return CapturableImageAttention(inner, shape, kv_layers)
     return ImageAttention(inner, shape, kv_layers)

@@ -36,12 +36,7 @@ BLOCK_OUTPUTS: Final = 256
 
 
 def prepare(
-    codes: Codes,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    batch_invariant: bool = False,
-    is_shared: bool = False,
+    codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False, is_shared: bool = False
 ) -> Product[Codes]:
     """Prepare the product with codes [O, I] and bias [O]. dtype: of the inputs.
 

@@ -92,11 +92,7 @@ def make_norm(config: NormConfig, size: int, epsilon: float, placement: Placemen
 
 
 def add_to_stream(
-    delta: Tensor,
-    residual: Tensor,
-    output_norm: Norm | None,
-    input_norm: Norm | None,
-    ranks: RankGroup | None = None,
+    delta: Tensor, residual: Tensor, output_norm: Norm | None, input_norm: Norm | None, ranks: RankGroup | None = None
 ) -> Tensor:
     """Add ``delta`` [T, D] to ``residual`` [T, D] in place, and return the input of the next layer: [T, D].
 

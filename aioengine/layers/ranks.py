@@ -73,13 +73,7 @@ class RankGroup:
         self.all_reduce_min(0)  # the first operation connects the ranks
 
     def open_inboxes(
-        self,
-        max_rows: int,
-        num_columns: int,
-        dtype: torch.dtype,
-        *,
-        max_sampled_rows: int = 0,
-        num_embeddings: int = 0,
+        self, max_rows: int, num_columns: int, dtype: torch.dtype, *, max_sampled_rows: int = 0, num_embeddings: int = 0
     ) -> None:
         """Use own kernels for sums [T, num_columns] of up to ``max_rows`` rows, and to sample up to
         ``max_sampled_rows`` rows of logits, if the GPUs reach each other's memory.

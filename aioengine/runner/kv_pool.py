@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.attention._base import AttentionShape, kv_pool_shape
+from aioengine.attention._base import AttentionShape, kv_pool_shape, pools_by_layer
 from aioengine.kernels.clean_pages import clean_layer, clean_pages
 from aioengine.kernels.kv_target import scales_of
 from aioengine.protocol.messages import Fact
@@ -189,12 +189,7 @@ class KVPool:
     @property
     def layers(self) -> list[Tensor]:
         """Keys and values [1 or 2, N, K, S, E] of each layer of the model."""
-        by_layer = {
-            layer: kv_layer
-            for layers, tensor in zip(self._groups, self.tensors, strict=True)
-            for layer, kv_layer in zip(layers, tensor, strict=False)  # empty for a model without KV cache
-        }
-        return [by_layer[layer] for layer in sorted(by_layer)]
+        return pools_by_layer(self._groups, self.tensors)
 
     def release(self) -> None:
         """Free the memory. No step may run until ``resume``."""

@@ -417,12 +417,7 @@ class ModelRunner:
         return not any(must_sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
     def _compute_drafts(
-        self,
-        rows: StepRows,
-        sampled: list[RequestRow],
-        positions: Ints,
-        drafts: StepDrafts,
-        pooled: PooledRows | None,
+        self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts, pooled: PooledRows | None
     ) -> Readback:
         """Run forward, and sample at the positions of the drafts. Return ``Ticket.values`` [R].
 

@@ -307,8 +307,8 @@ class PageTables:
 
     def open(self, row_index: int) -> None:
         """Start a new request without pages."""
+        self.tables[:, row_index, : self.counts[row_index]] = PADDING_PAGE
         self.counts[row_index] = 0
-        self.tables[:, row_index] = PADDING_PAGE
 
     def pages(self, row_index: int) -> list[int]:
         """Return the pages that a request has or had, in all groups."""

@@ -193,12 +193,7 @@ class Requests:
             self.with_new_weights.add(request.uid)  # the weights of its last token are unknown
 
     def abort(
-        self,
-        uids: Iterable[int],
-        code: FinishCode = FinishCode.ABORT,
-        message: str = "",
-        *,
-        stage: str = "detokenize",
+        self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT, message: str = "", *, stage: str = "detokenize"
     ) -> None:
         """End requests in any state and free their pages at once. Ignores unknown uids.
 

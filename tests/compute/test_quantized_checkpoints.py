@@ -39,7 +39,7 @@ INPUTS = 1088
 PROMPT = [5, 9, 200, 31, 7, 8, 150]
 
 
-def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object, dtype: torch.dtype) -> Model:
+def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object) -> Model:
     """Save a checkpoint of this folder's model, check it, and load it."""
     for old in folder.glob("*.safetensors"):
         old.unlink()
@@ -47,9 +47,9 @@ def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object, dtype
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
     config, found = split_config(raw)
     check_folder(folder, plugins.load("families", plugins.file_name(raw["model_type"])).read(config), found)
-    options = ModelOptions(dtype=dtype, device=CPU, max_positions=64)
+    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64)
     if found is not None:
-        options = ModelOptions(dtype=dtype, device=CPU, max_positions=64, format_of=formats(found))
+        options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(found))
     model = models.build(config, options)
     weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
     return model
@@ -195,8 +195,8 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
     method = METHODS[name]
     save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
     quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
-    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
-    result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])
+    expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
+    result = Stepper(loaded(tmp_path, quantized, method.config)).run(PROMPT, [4, 2])
     assert_close(result, expected, 4 if name == "w8a8" else bits_of(name))  # w8a8 rounds activations, too
 
 
@@ -210,8 +210,8 @@ def test_latent_attention_reads_quantized_matrices(name: str, tmp_path: Path) ->
     save_model("youtu", tmp_path, tie_word_embeddings=False, **LATENT)
     quantized, plain = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
     assert any("kv_b_proj" in tensor and tensor not in plain for tensor in quantized)
-    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
-    model = loaded(tmp_path, quantized, method.config, torch.float32)
+    expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
+    model = loaded(tmp_path, quantized, method.config)
     result = Stepper(model).run(PROMPT, [4, 2])
     assert_close(result, expected, 4 if name == "w8a8" else bits_of(name))
     model.open_for_loading()
@@ -238,8 +238,8 @@ def test_outputs_are_in_the_order_of_other_families(
     tensors = load_file(tmp_path / "model.safetensors")
     quantized, plain = quantize_checkpoint(tensors, method, layers, is_transposed=case == "gpt2")
     assert quantized.keys() != plain.keys()
-    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
-    result = Stepper(loaded(tmp_path, quantized, method.config, torch.float32)).run(PROMPT, [4, 2])
+    expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
+    result = Stepper(loaded(tmp_path, quantized, method.config)).run(PROMPT, [4, 2])
     assert_close(result, expected, bits_of(name))
 
 
@@ -257,11 +257,11 @@ def test_head_may_be_quantized(name: str, changes: dict[str, object], tmp_path: 
     save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128, vocab_size=304)
     tensors = load_file(tmp_path / "model.safetensors")
     quantized, plain = quantize_checkpoint(tensors, method, ("proj", "lm_head"))
-    expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
-    result = Stepper(loaded(tmp_path, quantized, method.config | changes, torch.float32)).run(PROMPT, [4, 2])
+    expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
+    result = Stepper(loaded(tmp_path, quantized, method.config | changes)).run(PROMPT, [4, 2])
     assert_close(result, expected, bits_of(name))
     with pytest.raises(ValueError, match="do not match config.json: .*lm_head"):
-        loaded(tmp_path, tensors, method.config | changes, torch.float32)
+        loaded(tmp_path, tensors, method.config | changes)
 
 
 def test_zero_points_of_0_are_read_as_gptq_writes_them() -> None:
@@ -364,7 +364,7 @@ def test_blocks_in_other_formats_are_warmed_up_too(tmp_path: Path) -> None:
     kept = {name: tensor for name, tensor in quantized.items() if not name.startswith(last)}
     kept |= {name: tensor for name, tensor in plain.items() if name.startswith(last)}
     config = {**method.config, "modules_to_not_convert": [last.removesuffix(".")]}
-    model: Any = loaded(tmp_path, kept, config, torch.float32)
+    model: Any = loaded(tmp_path, kept, config)
     assert model._block_kinds == [0, 2]
 
 
@@ -394,8 +394,8 @@ def test_order_of_gptq_is_read_from_the_tensors(tmp_path: Path) -> None:
         quantized, plain = quantize_checkpoint(tensors, METHODS[name])
         if name == "gptq":
             quantized |= {key: tensor.zero_() for key, tensor in quantized.items() if key.endswith("g_idx")}
-        expected = Stepper(loaded(tmp_path, plain, None, torch.float32)).run(PROMPT, [4, 2])
-        model = loaded(tmp_path, quantized, METHODS["gptq"].config, torch.float32)
+        expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
+        model = loaded(tmp_path, quantized, METHODS["gptq"].config)
         assert_close(Stepper(model).run(PROMPT, [4, 2]), expected, 4)
 
 
@@ -405,7 +405,7 @@ def test_nan_in_fp8_is_refused_by_the_name_of_its_tensor(bits: int, tmp_path: Pa
     quantized, _ = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), METHODS["fp8"])
     quantized["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = bits
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight has numbers that are not finite"):
-        loaded(tmp_path, quantized, METHODS["fp8"].config, torch.float32)
+        loaded(tmp_path, quantized, METHODS["fp8"].config)
 
 
 def test_int8_rows_of_any_size_are_multiplied_in_bf16() -> None:

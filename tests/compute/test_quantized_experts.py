@@ -9,27 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from aioengine import models, plugins
 from aioengine.api.args import engine_config
 from aioengine.families._experts import ExpertsConfig
 from aioengine.kernels.codes import Codes
 from aioengine.layers.expert_tensors import CodedExperts
 from aioengine.layers.experts import SparseMLP
 from aioengine.layers.layer import WHOLE, Placement, Shard
-from aioengine.model_files.checkpoint import check_folder
 from aioengine.model_files.model_folder import find_facts
 from aioengine.model_files.quantization import TEXTS, split_config
-from aioengine.models._base import Model, ModelOptions
 from aioengine.quantization._base import LinearSpec
 from aioengine.quantization.stored import formats
-from aioengine.runner import weights
 from tests.compute.quantized import METHODS, assert_close, bits_of, quantize_checkpoint
 from tests.compute.stepping import Stepper
+from tests.compute.test_quantized_checkpoints import loaded
 from tests.kit.grids import grid
 
 CPU = torch.device("cpu")
@@ -56,22 +53,6 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-
-
-def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object) -> Model:
-    """Save a checkpoint of this folder's model, check it, and load it."""
-    for old in folder.glob("*.safetensors"):
-        old.unlink()
-    save_file(tensors, folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
-    config, found = split_config(raw)
-    check_folder(folder, plugins.load("families", raw["model_type"]).read(config), found)
-    options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64)
-    if found is not None:
-        options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(found))
-    model = models.build(config, options)
-    weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
-    return model
 
 
 def save_family(family: str, folder: Path) -> dict[str, Tensor]:

@@ -124,6 +124,17 @@ def test_short_prompt_does_not_wait_for_a_long_prompt() -> None:
     assert all(plan.num_tokens == 64 for plan in world.runner.plans[:2])
 
 
+def test_short_prompt_is_not_split() -> None:
+    world = world_of(chunk_tokens=320, num_pages=2000, max_running=32)
+    world.submit(
+        *[submit_of(uid, [uid] * 20) for uid in range(1, 16)], submit_of(16, [16] * 19), submit_of(17, [17] * 20)
+    )
+    world.step()
+    assert [row.count for row in world.runner.plans[0].rows] == [20] * 15 + [19]
+    world.step()
+    assert [row.count for row in world.runner.plans[1].rows] == [1] * 16 + [20]
+
+
 def test_only_a_few_prompts_are_partly_computed_at_a_time() -> None:
     world = world_of(chunk_tokens=512, num_pages=8000)
     world.submit(*[submit_of(uid, [uid] * 2000, arrived_at=uid) for uid in range(10)])

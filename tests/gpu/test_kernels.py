@@ -247,6 +247,30 @@ def test_sampling() -> None:
     assert num_same > 0.9 * len(rows)
 
 
+@pytest.mark.parametrize("vocab_size", [151_936, 151_937])
+def test_sampling_does_not_depend_on_the_type_of_logits(vocab_size: int) -> None:
+    """Rows beside a row with a logits processor are sampled from an fp32 copy."""
+    from aioengine.kernels.triton.sampling import Draws, SamplingKernels
+
+    num_rows, device = 256, torch.device("cuda")
+    kernels = SamplingKernels(max_rows=num_rows, vocab_size=vocab_size, num_embeddings=vocab_size, device=device)
+    logits = random(num_rows, vocab_size)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    top_p, min_p = torch.full((num_rows,), 0.8, device=device), torch.zeros(num_rows, device=device)
+    fields = torch.zeros(5, num_rows, dtype=torch.int32, device=device)
+    fields[3] = torch.linspace(0.7, 2, num_rows, device=device).view(torch.int32)
+    for step in range(40):
+        fields[2] = rows + 1000 * step
+        for rules in (None, (rows, torch.full_like(rows, 1 << 30), top_p, min_p)):
+            found: list[torch.Tensor] = []
+            for scores in (logits, logits.float()):
+                out = torch.empty(num_rows, dtype=torch.int64, device=device)
+                kernels.sample(scores, Draws(fields, rules), out)
+                found += [out, kernels._masses.clone()]
+            assert torch.equal(found[0], found[2])
+            assert torch.equal(found[1], found[3])
+
+
 @pytest.mark.parametrize("num_tokens", [96, 2048, 151_936, 151_937])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masks_of_grammars(num_tokens: int, dtype: torch.dtype) -> None:

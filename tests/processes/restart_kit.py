@@ -12,7 +12,6 @@ from tests.kit.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aioengine.api.answers import Answer
     from aioengine.api.engine import AsyncEngine
     from aioengine.api.sync import Engine
     from aioengine.frontend.frontend import Frontend as EngineFrontend
@@ -32,18 +31,22 @@ PARAMS: dict[str, Mapping[str, object]] = {
 }
 """Parameters of requests that run at the same time."""
 
-Outcome = dict[str, list[tuple[str, list[int], object]]]
+Rows = list[tuple[str, list[int], object]]
+Outcome = dict[str, Rows]
 
 
-async def ask(engine: AsyncEngine, name: str, *, stream: bool) -> list[tuple[str, list[int], object]]:
+async def ask(engine: AsyncEngine, name: str, *, stream: bool) -> Rows:
+    return await rows_of(engine, "a story, please", {"temperature": 0, **PARAMS[name]}, stream=stream)
+
+
+async def rows_of(engine: Engine | AsyncEngine, prompt: str, params: Mapping[str, object], *, stream: bool) -> Rows:
     """Return text, ids and finish reason of each row. The offsets of chunks must have no gap."""
-    params = {"temperature": 0, **PARAMS[name]}
     if not stream:
-        found = await engine.async_generate("a story, please", params)
-        answers: list[Answer] = list(found) if isinstance(found, list) else [found]
+        found = await engine.async_generate(prompt, params)
+        answers = list(found) if isinstance(found, list) else [found]
         return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
     rows: dict[int, tuple[str, list[int], object]] = {}
-    async for chunk in engine.async_generate("a story, please", params, stream=True):
+    async for chunk in engine.async_generate(prompt, params, stream=True):
         text, ids, reason = rows.get(chunk.get("index", 0), ("", [], None))
         assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
         assert reason is None

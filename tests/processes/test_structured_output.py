@@ -16,7 +16,7 @@ import pytest
 
 from aioengine import AsyncEngine, Engine, UnsupportedSchemaError
 from tests.kit.waiting import until, wait_until
-from tests.processes.restart_kit import pid_of
+from tests.processes.restart_kit import Rows, pid_of, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,21 +66,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "forced": {"regex": r"[a-f]{2,9} and what follows is forced, \d{2,4} as well as this", "seed": 11},
 }  # fmt: skip
 
-Rows = list[tuple[str, list[int], object]]
-
 
 async def ask(engine: Engine | AsyncEngine, name: str, *, stream: bool = False) -> Rows:
     params = {"max_new_tokens": 96, **REQUESTS[name]}
-    if not stream:
-        found = await engine.async_generate(f"A question for {name}: ", params)
-        answers = list(found) if isinstance(found, list) else [found]
-        return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
-    rows: dict[int, tuple[str, list[int], object]] = {}
-    async for chunk in engine.async_generate(f"A question for {name}: ", params, stream=True):
-        text, ids, _ = rows.get(chunk.get("index", 0), ("", [], None))
-        reason = chunk["meta_info"]["finish_reason"]
-        rows[chunk.get("index", 0)] = (text + chunk["text"], ids + chunk["output_ids"], reason)
-    return [rows[index] for index in sorted(rows)]
+    return await rows_of(engine, f"A question for {name}: ", params, stream=stream)
 
 
 async def ask_all(engine: Engine | AsyncEngine, *, stream: bool = False) -> dict[str, Rows]:

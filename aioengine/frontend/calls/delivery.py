@@ -88,10 +88,14 @@ class Delivery:
                 if (row := rows.get(extra.uid)) is not None:
                     row.put_extra(extra)
             tokens, ending = chunks.tokens, {end.uid for end in chunks.ended}
+            calls: list[Call] = []
             for uid, text, new in zip(tokens.uids, chunks.texts, tokens.rows(), strict=True):
                 row = rows.get(uid)
                 if row is not None and row.put(text, new) and uid not in ending:
-                    self._calls_to_wake.append(row.call)
+                    calls.append(row.call)
+        # The last rows of a step have first tokens. Their readers have waited longest, so they are woken first.
+        num_others = len(calls) - len(chunks.first_tokens)
+        self._calls_to_wake = calls[num_others:] + self._calls_to_wake + calls[:num_others]
         self._ends += chunks.ended
         if chunks.num_open is not None:
             self.num_detokenizing = chunks.num_open

@@ -96,9 +96,7 @@ def _find_head(p_SW: Tensor) -> _LargestTokens:
     indices_SH = largest.indices.cpu().numpy()
     blocks_SH = np.take_along_axis(taken_SB.cpu().numpy(), indices_SH % _NUM_BLOCKS, -1)
     return _LargestTokens(
-        _wide(largest.values),
-        indices_SH // _NUM_BLOCKS * num_blocks + blocks_SH,
-        _wide(best.values[:, -1]),
+        _wide(largest.values), indices_SH // _NUM_BLOCKS * num_blocks + blocks_SH, _wide(best.values[:, -1])
     )
 
 

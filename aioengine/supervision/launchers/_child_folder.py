@@ -37,11 +37,7 @@ class ChildFolder:
         return f"ipc://{self.path / name}"
 
     def start(
-        self,
-        role: Role,
-        epoch: int,
-        frontend: str | SecureEndpoint,
-        from_frontend: SecureEndpoint | None = None,
+        self, role: Role, epoch: int, frontend: str | SecureEndpoint, from_frontend: SecureEndpoint | None = None
     ) -> ProcessChild:
         """Start a child with its own crash board. The arguments are fields of its ``Orders``.
 
