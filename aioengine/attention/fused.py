@@ -123,7 +123,8 @@ def _matches(kernel: Callable[..., Sums], rows: int, width: int, *, head_size: i
     keys[:, :, half:width] = keys[:, :, :half]
     values[:, :, half:width] = -values[:, :, :half]
     hidden = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
-    expected = kernel(queries, keys, values, hidden=hidden, scale=TRIED_SCALE, is_full_block=True)
+    needed = None if width == CHUNK else hidden  # a mask of zeros changes no bit
+    expected = kernel(queries, keys, values, hidden=needed, scale=TRIED_SCALE, is_full_block=True)
     for times, (batch, heads), offset in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2)), TRIED_OFFSETS):
         inside = slice(offset, offset + rows * times)
         few = queries[:batch, :heads, inside].contiguous()
@@ -148,15 +149,10 @@ def _attend(
     """Attend with queries [B, H, M, E] to keys, values [B, H, C, E].
 
     Args:
-        hidden: mask [1 or B, 1, m, C], where m is 1 or divides M.
-        is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is None or [1, 1, m, C].
+        hidden: mask [1 or B, 1, 1 or M, C].
+        is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is not [B, ...].
         needs_sums: otherwise the returned sums may be anything.
     """
-    num_rows = queries.shape[2]
-    if hidden is None:
-        hidden = torch.zeros(1, 1, 1, 1)
-    if 1 < hidden.shape[2] < num_rows:
-        hidden = hidden.repeat(1, 1, num_rows // hidden.shape[2], 1)
     sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
     )
@@ -175,7 +171,7 @@ def _attend_by_products(
 ) -> Sums:
     """Attend as ``_attend`` with queries [B, H, M, E], in fp32 with matrix products and torch's softmax.
 
-    oneDNN only computes full blocks, because it compiles code for each M.
+    oneDNN only computes full blocks, because it compiles code for each M. The rows m of ``hidden`` may also divide M.
     """
     shape = queries.shape[:2]
     queries = queries.float() if scale == 1.0 else queries.float() * scale
@@ -218,16 +214,16 @@ def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> S
 
 
 def _combine(outputs: Tensor, sums: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge outputs of chunks [X, ..., E] by the logarithms of their sums of exponentials [X, ...] -> fp32 [..., E].
+    """Merge outputs of chunks [X, ..., E] by the logarithms of their sums of exponentials [X, ...] -> [..., E].
 
-    sinks: learned sinks, broadcast to the shape of sums[0]. They come first.
+    outputs: fp32, overwritten. sinks: learned sinks, broadcast to the shape of sums[0]. They come first.
     """
     if sinks is not None:
         sink_sums = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
         outputs, sums = torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((sink_sums, sums))
     weights = torch.exp(sums - sums.amax(0))
     weights = weights.div_(_sum_by_halves(weights.clone()))
-    return _sum_by_halves(weights.unsqueeze(-1) * outputs)
+    return _sum_by_halves(outputs.mul_(weights.unsqueeze(-1)))
 
 
 def _sum_by_halves(terms: Tensor) -> Tensor:
@@ -241,11 +237,14 @@ def _sum_by_halves(terms: Tensor) -> Tensor:
 
 
 def _by_slot(parts: dict[int, Sums]) -> Sums:
-    """Stack the sums [...] of slots -> [X, ...]. Missing slots have no weight."""
+    """Stack the sums [...] of slots -> fp32 [X, ...]. Missing slots have no weight."""
     outputs, sums = next(iter(parts.values()))
     missing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
     outputs, sums = zip(*(parts.get(slot, missing) for slot in range(max(parts) + 1)), strict=True)
-    return torch.stack(outputs), torch.stack(sums)
+    wide = outputs[0].new_empty((len(outputs), *outputs[0].shape), dtype=torch.float32)
+    for slot, part in enumerate(outputs):
+        wide[slot] = part
+    return wide, torch.stack(sums)
 
 
 class _TokenBlock(NamedTuple):
@@ -257,7 +256,10 @@ class _TokenBlock(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a block sees: index among the gathered chunks of the row, slot, width C, mask [M, C] or None."""
+    """A chunk that a block sees: index among the gathered chunks of the row, slot, width C, mask or None.
+
+    hidden: [tokens of the block, C], repeated for each query head of a kv head if torch's kernel needs it.
+    """
 
     index: int
     slot: int
@@ -467,6 +469,8 @@ class FusedAttention:
                 if paging.window is not None:
                     is_hidden |= columns <= last.unsqueeze(1) - paging.window
                 hidden = is_hidden * MASKED
+                if self._attend is _attend:
+                    hidden = hidden.to(self._dtype).repeat(self._group, 1)
             chunks.append(_Chunk(chunk - first_chunk, paging.slot(chunk), width, hidden))
         return chunks
 

@@ -14,7 +14,7 @@ from aioengine.kernels.triton import launcher
 
 
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
-    """Compute y [T, O] = ``matmul`` of contiguous x [T, I], and add the adapters' results.
+    """Compute y [T, O] = ``matmul`` of x [T, I], on a GPU contiguous, and add the adapters' results.
 
     Returns y, or with ``is_gated`` silu(gate) * up [T, O / 2] of its two halves.
     """
@@ -24,7 +24,7 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         is_one_part = len(weights.sizes) == 1  # the checkpoint fuses gate and up
         y = adapter_linear.add(matmul, x, weights, tiles, is_gated=is_gated and not is_one_part)
         return activate_and_mul(y, "silu") if is_gated and is_one_part else y
-    y = matmul(x)
+    y, x = matmul(x), x.contiguous()
     for rows, slot in zip(tiles.order, tiles.slots.tolist(), strict=True):
         if slot < 1:
             continue

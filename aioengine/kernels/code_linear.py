@@ -68,7 +68,7 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Code
 
     def restore() -> Codes:
         numbers = linear.unpack(weight).float() / sizes.expanded(sizes.scales)
-        return Codes(numbers.to(FP8), sizes.scales)
+        return Codes(numbers.nan_to_num_(0.0).to(FP8), sizes.scales)  # a scale of 0 makes all numbers 0
 
     return Product(linear.prepare(weight, bias), restore)
 
@@ -79,7 +79,7 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        result = torch.ops.aten._weight_int8pack_mm(x, codes.packed, factors)
+        result = torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes.packed, factors)
         return result if bias is None else result.add_(bias)
 
     return matmul
@@ -97,7 +97,7 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        narrow = x.bfloat16().contiguous() if order is None else x[:, order].bfloat16()
+        narrow = (x if order is None else x[:, order]).bfloat16().contiguous()
         result = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, packed, size, parameters).to(x.dtype)
         return result if bias is None else result.add_(bias)
 
@@ -125,7 +125,12 @@ def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matm
         weight = block.dequantized(dtype)
         return linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)(x)
 
-    return lambda x: torch.cat([block_outputs(x, *block) for block in blocks], 1)
+    def matmul(x: Tensor) -> Tensor:
+        """[T, I] -> [T, O]."""
+        x = x.contiguous()
+        return torch.cat([block_outputs(x, *block) for block in blocks], 1)
+
+    return matmul
 
 
 class _OnDevice:
@@ -187,6 +192,8 @@ class _OnDevice:
         """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
         if self._is_vector(x) and (self._bias is None or self._codes.bits == 4):
             return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
+        if self._serves_bytes and self._byte_kernels.is_fast(self._codes, x):
+            return self._byte_kernels.matmul(self._ordered(x), self._codes, self._bias, self._num_done, is_gated=True)
         return activate_and_mul(self(x), "silu")
 
     def _is_vector(self, x: Tensor) -> bool:

@@ -41,6 +41,8 @@ FEW_ROWS: Final = 16
 """Up to this row count of integers, a matrix unit is faster if it multiplies the weight with x.t() (see ``linear``)."""
 MAX_SUMS: Final = 4 << 20
 """Maximum size of a result with more rows than ``LEAST_ROWS``. It saves memory in heads."""
+SLOW_SUMS: Final = 256
+"""With AMX, oneDNN takes up to 2,000 times as long for a result of up to this size, and for some single rows."""
 ZERO: Final = 128
 """Without a matrix unit, oneDNN is fast only with unsigned activations: the numbers plus this one. With AMX it is fast
 with signed ones, and it would round the large sums of unsigned ones.
@@ -49,7 +51,7 @@ with signed ones, and it would round the large sums of unsigned ones.
 
 def _rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return x [T, I] as integers up to ``most`` [T, I] fp32, and the scale of each token [T, 1] fp32."""
-    wide = x.float()
+    wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(most)
     return (wide / scales).round_(), scales
 
@@ -105,10 +107,18 @@ def prepare(
         return torch.addcmul(wide_bias, sums, row_scales).to(x.dtype)
 
     if is_on_cpu and multiplies_exactly():
-        most = max(LEAST_ROWS, MAX_SUMS // len(scales))
-        counts = tuple(count for count in ROW_COUNTS if count <= most)
+        counts = _row_counts(len(scales), activation_bits // PART_BITS)
         return Product(linear.in_pieces(matmul, counts), restore)
     return Product(matmul, restore, None if is_on_cpu else update)
+
+
+def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
+    """Return the row counts for a weight. num_parts: rows of integers for each row."""
+    most, least = max(LEAST_ROWS, MAX_SUMS // num_outputs), 0
+    if linear.has_matrix_unit():
+        least = max(2, SLOW_SUMS // num_outputs + 1)
+    counts = tuple(count for count in ROW_COUNTS if count <= most)
+    return tuple(count for count in counts if num_parts * count >= least) or counts
 
 
 @lru_cache(maxsize=1)

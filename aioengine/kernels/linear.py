@@ -133,20 +133,21 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         return in_pieces(_fastest(weight, bias), packing.counts)
     wide_bias = None if bias is None else bias.to(packing.dtype)
     wide = in_pieces(_fastest(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
-    return lambda x: wide(x.to(packing.dtype)).to(x.dtype)
+    return lambda x: wide(x.to(packing.dtype, memory_format=torch.contiguous_format)).to(x.dtype)
 
 
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
     """Return ``activation`` of the matmul: [T, I] -> [T, O / 2]; None: it is not faster than separate calls.
 
-    It is faster if results are transposed back, because only half as many numbers are.
+    It is faster if ``prepare`` transposes results back. This one does not: the strides are (1, T).
     """
     if weight.device.type != "cpu" or not transposes(weight.dtype):
         return None
     packing = choose_packing(*weight.shape, weight.dtype, torch.get_num_threads(), has_bias=bias is not None)
     if packing.dtype != weight.dtype:
         return None
-    return in_pieces(_transposed(weight, bias, activation), packing.counts)
+    matmul = _transposed(weight, bias)
+    return in_pieces(lambda x: activation(matmul(x)), packing.counts)
 
 
 class Product(NamedTuple, Generic[_Weight]):
@@ -201,7 +202,13 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
     matmul = _fastest(trial.weight, trial.bias if has_bias else None)
-    agreeing = tuple(filter(trial.agreeing(matmul, COMMON_ROWS), counts))
+
+    def of_columns(x: Tensor) -> Tensor:
+        """Multiply x [T, I] in the layout of a part of the results of ``prepare_gated``."""
+        return matmul(torch.cat((x, x)).t().contiguous()[:, : len(x)].t())
+
+    others = (of_columns,) if transposes(dtype) else ()
+    agreeing = tuple(filter(trial.agreeing(matmul, COMMON_ROWS, *others), counts))
     differing = max({*counts} - {*agreeing}, default=0)
     if transposes(dtype) or differing >= COMMON_ROWS:
         return agreeing
@@ -267,8 +274,11 @@ class Trial:
         self.bias = (random(num_different, 1) * ROUNDING).to(dtype).repeat(times, 1)[:out_features, 0].contiguous()
         self.x = x.to(dtype)
 
-    def agreeing(self, matmul: Matmul, common: int) -> Callable[[int], bool]:
-        """Return a test of row counts: do all rows get the same bits as when they are computed ``common`` at a time?"""
+    def agreeing(self, matmul: Matmul, common: int, *others: Matmul) -> Callable[[int], bool]:
+        """Return a test of row counts: do all rows get the same bits as when they are computed ``common`` at a time?
+
+        others: matmuls that must give the same bits as ``matmul``.
+        """
         num_rows = self.x.shape[0]
         expected = self._results(matmul, common, torch.arange(-(-num_rows // common) * common) % num_rows)[:num_rows]
 
@@ -276,7 +286,7 @@ class Trial:
             """Compute each row at another position than before."""
             chosen = (torch.arange(-(-num_rows // count) * count) + (count + 1) // 2) % num_rows
             wanted = expected[chosen] if num_rows > 1 else expected.expand(len(chosen), -1)
-            return torch.equal(self._results(matmul, count, chosen), wanted)
+            return all(torch.equal(self._results(tried, count, chosen), wanted) for tried in (matmul, *others))
 
         return agrees
 
@@ -309,20 +319,21 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def _fastest(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return the matmul on a CPU for weight [O, I], packed or plain, and bias [O]. Its bits may depend on the rows."""
-    return _transposed(weight, bias) if transposes(weight.dtype) else _packed(weight, bias)
+    if not transposes(weight.dtype):
+        return _packed(weight, bias)
+    matmul = _transposed(weight, bias)
+    return lambda x: transpose_back(matmul(x).t())
 
 
-def _transposed(weight: Tensor, bias: Tensor | None, activation: Matmul | None = None) -> Matmul:
-    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O], and then the activation."""
+def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
+    """Return the matmul that computes weight [O, I] times x.t(), plus bias [O]. Its results have strides (1, T)."""
     column = None if bias is None else bias.unsqueeze(1)
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         if x.shape[0] == 1:  # a vector: one row as a matrix would use another kernel
-            result = (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
-        else:
-            result = (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
-        return transpose_back((result if activation is None else activation(result)).t())
+            return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
+        return (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
 
     return matmul
 
@@ -415,7 +426,7 @@ def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
             size = sizes[min(num_rows, most)]
             pieces.append(_padded(matmul, x[:size], size))
             x = x[size:]
-        return torch.cat(pieces)
+        return _joined(pieces)
 
     return matmul_in_pieces
 
@@ -439,5 +450,10 @@ def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:
     if padded_rows == num_rows:
         return matmul(x)
     copies, rest = divmod(padded_rows, num_rows)
-    parts = (x,) * copies
-    return matmul(torch.cat((*parts, x[:rest]) if rest else parts))[:num_rows]
+    parts = [x] * copies
+    return matmul(_joined([*parts, x[:rest]] if rest else parts))[:num_rows]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Join the rows of parts [..., N], and keep their memory layout."""
+    return torch.cat(parts) if parts[0].is_contiguous() else torch.cat([part.t() for part in parts], 1).t()

@@ -84,17 +84,19 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     torch.set_num_threads(settings.runner.num_threads)
     dtype = DTYPES[settings.model.dtype]
     kv_dtype = KV_DTYPES[settings.memory.kv_dtype or settings.model.dtype]
-    memory = DeviceMemory(device)
     vocab_size = sampled_vocab_size(settings)
     check_unchanged(settings.model.files)
     shard = _shard(settings, device)
-    advice = "End other processes on the GPU, or use a smaller model or a larger GPU"
+    memory = DeviceMemory(device, shard.group)
+    place = "machine" if device.type == "cpu" else "GPU"
+    advice = f"End other processes on this {place}, or use a smaller model, quantization='int4' or a larger {place}"
     if dtype == torch.float32:
         advice += "; dtype='bfloat16' needs half"
     config, options, widened = _options(settings, shard)
     need = partial(_weights_bytes, settings, config, options)
     with memory.record("the weights", advice=advice, need=need), torch.no_grad():
         model = _model(settings, config, options)
+        memory.check_free(model, advice=advice)
         if shard.group is not None:
             shard.group.open_inboxes(
                 settings.scheduler.max_step_tokens,

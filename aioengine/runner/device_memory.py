@@ -18,6 +18,7 @@ from aioengine.api import checks
 from aioengine.attention._base import AttentionShape
 from aioengine.kernels.kv_target import WriteKV
 from aioengine.kernels.triton.launcher import compile_only
+from aioengine.layers.ranks import RankGroup
 from aioengine.models._base import Model, VisionModel
 from aioengine.protocol.messages import Fact
 from aioengine.runner.graphs.ladder import longest_graph
@@ -47,11 +48,12 @@ _WARMUP_IMAGES = 1, 4
 
 
 class DeviceMemory:
-    """Records the memory of one device that this process has allocated, by purpose. Does nothing on a CPU."""
+    """Records the memory of one device that this process has allocated, by purpose. On a CPU, it records nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: RankGroup | None = None) -> None:
         self.device = device
         self.recorded: dict[str, int] = {}
+        self._ranks = ranks
 
     @contextmanager
     def record(self, purpose: str, *, advice: str, need: Callable[[], int] | None = None) -> Iterator[None]:
@@ -76,6 +78,26 @@ class DeviceMemory:
             raise ValueError(message) from None
         torch.cuda.synchronize(self.device)
         self.recorded[purpose] = torch.cuda.memory_reserved(self.device) - before
+
+    def check_free(self, model: Model, *, advice: str) -> None:
+        """Check that the weights of ``model`` fit the free memory of a CPU, before they are loaded.
+
+        A CPU's memory is used when it is written, and the system ends processes if there is none. All ranks call this.
+
+        Raises:
+            ValueError: a rank needs more than its share. All ranks raise it.
+        """
+        if self.device.type != "cpu":
+            return
+        needed = sum(target.num_bytes for target in model.weights().values())
+        num_ranks = 1 if self._ranks is None else self._ranks.size
+        free = free_host_memory() // num_ranks
+        left = free - needed
+        if self._ranks is not None:  # this also waits for all ranks, so none has used the memory yet
+            left = self._ranks.all_reduce_min(left)
+        if left < 0:
+            needs = f"the weights need {format_bytes(needed)}, but only {format_bytes(free)} are free"
+            raise ValueError(f"not enough memory: {needs}{' for each rank' * (num_ranks > 1)}. {advice}")
 
     def pool_budget(
         self, model: Model, settings: Settings, adapters: AdapterPool | None, draft: Model | None = None

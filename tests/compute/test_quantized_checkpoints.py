@@ -101,6 +101,22 @@ def test_reopened_layer_has_the_loaded_tensors(name: str, dtype: torch.dtype) ->
     assert torch.equal(layer(x), before)
 
 
+@pytest.mark.parametrize("name", ["channels", "fp8", "fp8-blocks", "fbgemm_fp8"])
+def test_reopened_layer_with_a_scale_of_0_stays_finite(name: str) -> None:
+    layer, _ = loaded_layer(name, torch.float32)
+    layer.open_for_loading()
+    for target_name, target in layer.weights().items():
+        if "scale" in target_name:
+            target.tensor.flatten()[0] = 0
+    layer.finish_loading()
+    x = torch.randn(3, INPUTS)
+    before = layer(x)
+    layer.open_for_loading()
+    layer.finish_loading()
+    assert before.isfinite().all()
+    assert torch.equal(layer(x), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
 def test_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
@@ -198,6 +214,19 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
     expected = Stepper(loaded(tmp_path, plain, None)).run(PROMPT, [4, 2])
     result = Stepper(loaded(tmp_path, quantized, method.config)).run(PROMPT, [4, 2])
     assert_close(result, expected, 4 if name == "w8a8" else bits_of(name))  # w8a8 rounds activations, too
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("kind", ["fp4", None])
+def test_another_type_than_that_of_the_file_is_refused(name: str, kind: str | None, tmp_path: Path) -> None:
+    method = METHODS[name]
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    quantized, _ = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
+    config = method.config | {"bnb_4bit_quant_type": kind}
+    with pytest.raises(
+        ValueError, match=r"missing: \S*bitsandbytes__fp4.*not expected by this model: \S*bitsandbytes__nf4"
+    ):
+        loaded(tmp_path, quantized, config)
 
 
 LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Literal
 
 import pytest
 import torch
 
-from aioengine.kernels import int8_linear
+from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.codes import Codes
+from aioengine.kernels.linear import Matmul
 
 
 def check_products(num_inputs: int) -> None:
@@ -69,3 +71,33 @@ def test_activations_of_16_bits_are_nearly_exact(num_inputs: int, is_shared: boo
     for rows in (slice(0, 1), slice(4, 10), slice(140, 150)):
         assert torch.equal(prepared.matmul(x[rows]), result[rows])
     assert torch.equal(prepared.restore().packed, weight)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(3, 512), (64, 512), (256, 512), (1792, 256)])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_no_product_has_a_size_for_which_onednn_has_no_fast_kernel(
+    num_outputs: int, num_inputs: int, bits: Literal[8, 16], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limits were measured with AMX."""
+    sizes: list[tuple[int, int]] = []
+
+    def record(packed: torch.Tensor, scales: torch.Tensor) -> Matmul:
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            sizes.append((len(x), len(x) * num_outputs))
+            return torch.zeros(len(x), num_outputs)
+
+        return multiply
+
+    monkeypatch.setattr(int8_linear, "multiplies_exactly", lambda: True)
+    monkeypatch.setattr(linear, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(int8_linear, "_packed", record)
+    codes = Codes(torch.zeros(num_outputs, num_inputs, dtype=torch.int8), torch.ones(num_outputs, 1))
+    matmul = int8_linear.prepare(codes, None, activation_bits=bits).matmul
+    for num_rows in (1, 2, 3, 5, 130):
+        assert matmul(torch.zeros(num_rows, num_inputs)).shape == (num_rows, num_outputs)
+    assert all(rows > 1 and size > 256 for rows, size in sizes)
+
+
+def test_a_weight_with_one_output_has_a_product() -> None:
+    codes = Codes(torch.ones(1, 64, dtype=torch.int8), torch.ones(1, 1))
+    assert int8_linear.prepare(codes, None).matmul(torch.ones(3, 64)).flatten().tolist() == [64.0] * 3

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from aioengine.kernels import linear
+from aioengine.kernels import code_linear, linear
+from aioengine.kernels.activation import activate_and_mul
+from aioengine.kernels.codes import FP8, Codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -66,10 +68,11 @@ def rows_that_differ(shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bo
     matmul = linear.prepare(linear.pack(weight, has_bias=has_bias), own_bias)
     expected = matmul(x)
     counts = (1, 2, 3, 5, 7, 9, 16, 23, 32, 41, 64, 80)
+    layouts = (x, x.t().contiguous().t()) if linear.transposes(dtype) else (x,)
     return [
         count
-        for count in counts
-        if not torch.equal(torch.cat([matmul(x[rows]) for rows in torch.arange(96).split(count)]), expected)
+        for count, rows in itertools.product(counts, layouts)
+        if not torch.equal(torch.cat([matmul(part) for part in rows.split(count)]), expected)
     ]
 
 
@@ -246,6 +249,37 @@ def test_rows_beyond_the_tried_counts_are_split() -> None:
         x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)
         assert torch.equal(in_rows(x), x * 2)
         assert seen == expected, num_rows
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("shape", [(64, 896), (320, 1000), (8, 40), (128, 3072)])
+def test_gated_results_can_be_multiplied_in_any_number_of_rows(shape: tuple[int, int], num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    hidden, inner = shape
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(2 * inner, hidden).bfloat16(), torch.randn(hidden, inner).bfloat16()
+    gated = linear.prepare_gated(gate_up, None, partial(activate_and_mul, activation="silu"))
+    if gated is None:
+        pytest.skip("only a CPU with a matrix unit leaves results transposed")
+    matmul = linear.prepare(down, None)
+    codes = Codes(torch.randint(-128, 128, (hidden, inner), dtype=torch.int8), torch.rand(hidden, 1))
+    products = matmul, *(code_linear.prepare(own, None, torch.bfloat16).matmul for own in formats_of(codes))
+    x = torch.randn(600, hidden).bfloat16()
+    for product in products:
+        expected = product(gated(x).contiguous())
+        counts = [
+            count for count in (1, 2, 31, 33, 100, 513) if not torch.equal(product(gated(x[:count])), expected[:count])
+        ]
+        assert counts == []
+
+
+def formats_of(codes: Codes) -> list[Codes]:
+    """Return int8 codes with one scale per output, and in formats that other code multiplies."""
+    return [
+        codes,
+        codes._replace(offsets=torch.rand_like(codes.scales)),
+        Codes(codes.packed.float().to(FP8), codes.scales),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

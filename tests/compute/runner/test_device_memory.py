@@ -12,11 +12,14 @@ from msgspec.structs import replace
 
 from aioengine.attention._base import AttentionShape
 from aioengine.models._base import InputSpec
-from aioengine.runner import device_memory
+from aioengine.runner import build, device_memory
 from aioengine.runner.device_memory import DeviceMemory, captured_bytes
-from tests.compute.runner_world import make_settings
+from tests.compute.rank_threads import rank_threads
+from tests.compute.runner_world import make_settings, save_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aioengine.models._base import Model
 
 GIB = 1 << 30
@@ -74,9 +77,38 @@ def test_memory_of_a_cpu_is_not_recorded() -> None:
     assert memory.facts()["device_name"] == "cpu"
 
 
+def test_a_model_larger_than_the_memory_of_a_cpu_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("qwen2", tmp_path)
+    monkeypatch.setattr(device_memory, "free_host_memory", lambda: 2048)
+    monkeypatch.setattr(build, "_load_weights", pytest.fail)
+    message = r"not enough memory: the weights need .* KiB, but only 2\.0 KiB are free\. .*quantization='int4'"
+    with pytest.raises(ValueError, match=message):
+        build.build(make_settings(tmp_path), lambda _: None)
+
+
+def test_all_ranks_refuse_what_one_of_them_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "free_host_memory", lambda: 8 * GIB)
+
+    def error_of(rank: int, needs: list[int]) -> str:
+        model = cast("Model", SimpleNamespace(weights=lambda: {"weight": SimpleNamespace(num_bytes=needs[rank])}))
+        try:
+            DeviceMemory(CPU, threads.shards[rank].group).check_free(model, advice="Less.")
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    with rank_threads(2) as threads:
+        assert threads.call(lambda rank: error_of(rank, [4 * GIB, 4 * GIB])) == ["", ""]
+        errors = threads.call(lambda rank: error_of(rank, [GIB, 5 * GIB]))
+    shown = "not enough memory: the weights need 5.0 GiB, but only 4.0 GiB are free for each rank. Less."
+    assert errors[1] == shown
+    assert errors[0]
+
+
 def test_advice_names_arguments_of_the_engine() -> None:
     from aioengine.api import args
-    from aioengine.runner import build
 
     for text in (build._LESS_POOL, build._LESS_GRAPHS):
         assert set(re.findall(r"[a-z]+_[a-z_]+", text)) <= args.ARGUMENTS.keys()
