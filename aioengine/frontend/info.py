@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 import msgspec
@@ -66,8 +67,8 @@ def health(state: str, processes: Iterable[ProcessState]) -> Health:
 
 
 def child_pids(processes: Iterable[ProcessState], images: PromptImages | None) -> list[int]:
-    """Return the ids of live processes, including the process that prepares images."""
-    pids = [process.pid for process in processes if process.alive]
+    """Return the ids of live children, including the process that prepares images."""
+    pids = [process.pid for process in processes if process.alive and process.pid != os.getpid()]
     child = None if images is None else images.intake.process.child
     return [*pids, child.pid] if child is not None and child.is_alive else pids
 

@@ -120,7 +120,8 @@ class Linear(Layer):
             elif self._placement.mixes_formats and self._order is None:
                 self._join(formats)
             else:
-                raise ValueError(f"{', '.join(names)} are one layer here, but their checkpoint has several formats")
+                parts = f"{', '.join(names)} are one layer here, but their checkpoint has several formats"
+                raise ValueError(f"{parts}; what works: one format for all of them")
         return super().weights(prefix)
 
     def _join(self, formats: Sequence[LinearFormat]) -> None:

@@ -33,7 +33,7 @@ MAX_TEXT: Final = 512
 MAX_PATTERNS: Final = 1000
 """Limits the time of matching. ModelOpt writes up to a few for each layer."""
 UNUSED: Final = (
-    ".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale", ".quant_map", *TEXTS,
+    ".weight_shape", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".output_scale", ".quant_map",
 )  # fmt: skip
 """Endings of the names of tensors that are not loaded, except if a layer reads them. Inputs are quantized with a scale
 per token, which is at least as exact as a stored scale.
@@ -152,16 +152,16 @@ class Scheme(Struct, frozen=True, kw_only=True):
                 }
                 return tensors | {"g_idx": PackedTensor("I32", 0, 1)} if self.layout == "gptq" else tensors
             case "bitsandbytes":
-                weight = PackedTensor("U8", 1, 2, per_element=2)
-                if not self.has_scale_codes:
-                    return {"weight": weight, self.scale: PackedTensor("", 1, group)}
-                return {
-                    "weight": weight,
-                    self.scale: PackedTensor("U8", 1, group),
-                    "weight.nested_absmax": PackedTensor("", weights=BLOCK_SCALES * group),
-                    "weight.nested_quant_map": PackedTensor("", size=256),
+                tensors = {
+                    "weight": PackedTensor("U8", 1, 2, per_element=2),
+                    self.scale: PackedTensor("U8" if self.has_scale_codes else "", 1, group),
                     f"weight.quant_state.bitsandbytes__{self.table}": PackedTensor("U8", size=MAX_TEXT),
                 }
+                nested = {
+                    "weight.nested_absmax": PackedTensor("", weights=BLOCK_SCALES * group),
+                    "weight.nested_quant_map": PackedTensor("", size=256),
+                }
+                return tensors | nested if self.has_scale_codes else tensors
 
     def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
         """Return the part of the tensor ``name`` of a layer [O, D] that a rank loads; see ``PackedTensor.part``.
@@ -539,16 +539,20 @@ def _compressed_rules(config: _Config) -> _Rules:
         for target in group.targets:
             if target != ALL and target.isidentifier() and target[0].isupper():
                 _refuse("config_groups.targets", target, f"{ALL}, and names of linear layers")
-            rules.append((target, _compressed(group)))
+            rules.append((target, _compressed(group, group.format or config.format)))
     return sorted(rules, key=lambda rule: (rule[0] == ALL, rule[0].startswith(_EXPRESSION)))
 
 
 _FORMATS: Final = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
-def _compressed(group: _Group) -> Scheme:
-    """Return the scheme of a group of layers of compressed-tensors."""
+def _compressed(group: _Group, stored: str) -> Scheme:
+    """Return the scheme of a group of layers of compressed-tensors. stored: the format of its tensors."""
     weights, inputs = group.weights or _Weights(), group.input_activations
+    if weights.type not in {"int", "float"}:
+        _refuse("config_groups.weights.type", weights.type, "int, float")
+    if weights.actorder not in {None, False, True, "group", "dynamic", "weight", "static"}:
+        _refuse("config_groups.weights.actorder", weights.actorder, "null, group, weight")
     if weights.num_bits not in {4, 8}:
         _refuse("config_groups.weights.num_bits", weights.num_bits, "4, 8")
     if weights.strategy not in {"tensor", "channel", "group", "block"}:
@@ -567,9 +571,13 @@ def _compressed(group: _Group) -> Scheme:
         return Scheme(layout="fp8", group=size, block=block)
     if inputs is not None:
         if weights.num_bits != 8 or weights.strategy not in {"tensor", "channel"} or not inputs.dynamic:
-            stored = weights.num_bits, weights.strategy, "dynamic" if inputs.dynamic else "static"
-            _refuse("config_groups", stored, "8 bits per tensor or channel with dynamic activations")
+            numbers = weights.num_bits, weights.strategy, "dynamic" if inputs.dynamic else "static"
+            _refuse("config_groups", numbers, "8 bits per tensor or channel with dynamic activations")
+        if not weights.symmetric:
+            _refuse("config_groups.weights.symmetric", False, "true with input_activations")
         return Scheme(layout="int8", group=size)
+    if stored in {"int-quantized", "naive-quantized"}:
+        _refuse("format", stored, "pack-quantized, or int-quantized with input_activations")
     if weights.strategy not in {"channel", "group"}:
         _refuse("config_groups.weights.strategy", weights.strategy, "channel, group")
     return Scheme(

@@ -216,6 +216,19 @@ def test_logits_are_those_of_the_dequantized_checkpoint(name: str, tmp_path: Pat
     assert_close(result, expected, 4 if name == "w8a8" else bits_of(name))  # w8a8 rounds activations, too
 
 
+@pytest.mark.parametrize("name", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("kind", ["fp4", None])
+def test_another_type_than_that_of_the_file_is_refused(name: str, kind: str | None, tmp_path: Path) -> None:
+    method = METHODS[name]
+    save_model("qwen2", tmp_path, tie_word_embeddings=False, intermediate_size=128)
+    quantized, _ = quantize_checkpoint(load_file(tmp_path / "model.safetensors"), method)
+    config = method.config | {"bnb_4bit_quant_type": kind}
+    with pytest.raises(
+        ValueError, match=r"missing: \S*bitsandbytes__fp4.*not expected by this model: \S*bitsandbytes__nf4"
+    ):
+        loaded(tmp_path, quantized, config)
+
+
 LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16, "intermediate_size": 128}
 """Sizes that are multiples of the groups."""
 

@@ -227,6 +227,10 @@ class TestFaults:
         with pytest.raises(EngineStartupError, match="the disk is on fire"):
             await engine.start()
 
+    def test_an_engine_without_processes_has_no_children(self) -> None:
+        with fake_engine(ANSWERS) as engine:
+            assert engine.get_all_child_pids() == []
+
     @pytest.mark.process
     def test_real_processes_of_the_synchronous_face(self) -> None:
         with fake_engine(ANSWERS, processes=True) as engine:

@@ -185,6 +185,8 @@ def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, 
         ({"num_bits": 3}, "num_bits 3 .*works: 4, 8"),
         ({"strategy": "tensor_group"}, "strategy 'tensor_group' .*works: tensor"),
         ({"num_bits": 4}, "8 bits without groups"),
+        ({"type": "nope"}, "type 'nope' .*works: int, float"),
+        ({"actorder": "nope"}, "actorder 'nope' .*works: null, group, weight"),
         ({"type": "int", "num_bits": 4, "strategy": "tensor"}, "strategy 'tensor' .*works: channel, group"),
         ({"type": "int", "num_bits": 4, "strategy": "block"}, "strategy 'block' .*works: channel, group"),
         ({"type": "int", "num_bits": 4, "strategy": "group"}, "group_size None .*works: at least 1"),
@@ -194,6 +196,18 @@ def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, 
 def test_groups_that_are_not_implemented_are_refused_by_name(weights: dict[str, Any], message: str) -> None:
     config = {"quant_method": "compressed-tensors", "config_groups": {"a": group(["Linear"], **weights)}}
     with pytest.raises(ValueError, match=message):
+        read_quantization(config)
+
+
+def test_integers_that_are_not_packed_need_activations_and_no_zero_points() -> None:
+    weights = group(["Linear"], type="int")
+    config = COMPRESSED | {"format": "int-quantized", "config_groups": {"a": weights}}
+    with pytest.raises(ValueError, match="format 'int-quantized' .*works: pack-quantized, or .*input_activations"):
+        read_quantization(config)
+    weights["input_activations"] = {"num_bits": 8, "dynamic": True}
+    assert read_quantization(config).scheme_of("up_proj") == Scheme(layout="int8")
+    weights["weights"]["symmetric"] = False
+    with pytest.raises(ValueError, match=r"weights\.symmetric False .*works: true with input_activations"):
         read_quantization(config)
 
 
