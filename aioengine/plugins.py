@@ -42,7 +42,7 @@ def load(folder: str, name: str) -> Any:
             raise
     known = names(folder)
     hint = checks.did_you_mean(name, known)
-    raise ValueError(f"{folder} has no plug-in {name!r}{hint}; there are {', '.join(known)}")
+    raise ValueError(f"{folder} has no plug-in {name!r}{hint}; allowed: {', '.join(known)}")
 
 
 def _aliases(folder: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise TypeError(f"the body is a {type(body).__name__}; send a dictionary")
     if unknown := sorted(body.keys() - FIELDS):
-        raise ValueError(f"unknown: {', '.join(unknown)[:200]}; there are {', '.join(sorted(FIELDS))}")
+        raise ValueError(f"unknown: {', '.join(unknown)[:200]}; allowed: {', '.join(sorted(FIELDS))}")
     return body
 
 

@@ -258,7 +258,7 @@ def _column(rows: Sequence[object], key: str) -> list[object]:
     dicts = [cast("dict[str, object]", row) for row in rows if isinstance(row, dict)]
     if dicts and not any(key in row for row in dicts):
         known = list(dict.fromkeys(name for row in dicts for name in row))
-        raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; there are {', '.join(known)}")
+        raise KeyError(f"no column {key!r}{checks.did_you_mean(key, known)}; the columns are {', '.join(known)}")
     return [cast("dict[str, object]", row).get(key) if isinstance(row, dict) else row for row in rows]
 
 
@@ -396,7 +396,7 @@ def error(end: End) -> RowError | None:
     if end.code is FinishCode.FAILED:
         return errors.RequestError(end.stage, end.message)
     missed_ms = end.matched if isinstance(end.matched, int) else 1000
-    message = f"the request would come too late: {end.message}"
+    message = f"the request would miss its deadline: {end.message}"
     return errors.EngineOverloadedError(message, retry_after=missed_ms / 1000)
 
 

@@ -191,7 +191,7 @@ def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
     for i, entry in enumerate(entries):
         adapter = _adapter(f"{name}[{i}]", entry)
         if adapter.name in adapters:
-            raise ValueError(f"{name} has two adapters of the name {checks.shown(adapter.name)}; give each its own")
+            raise ValueError(f"{name} has two adapters named {checks.shown(adapter.name)}; give each its own")
         adapters[adapter.name] = adapter
     return tuple(adapters.values())
 
@@ -472,7 +472,7 @@ _ROWS: Final = {
     ),
     "enable_weights_cpu_backup": Argument(
         checks.switch,
-        "keep weights that come by tensor in host memory, for replaced processes",
+        "keep weights that are given as tensors in host memory, for replaced processes",
         place="supervision.keeps_tensors",
     ),
     "stream_interval": Argument(whole_from(1), "output tokens between two chunks of a stream"),

@@ -137,15 +137,17 @@ def flat_pages(page_table: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return on_device, indices
 
 
-def run_once(attention: AttentionBackend, layers: AttentionLayers, num_rows: int, count: int) -> None:
-    """Attend for rows of ``count`` tokens on page 0, to compile the kernels."""
+def run_once(
+    attention: AttentionBackend, layers: AttentionLayers, num_rows: int, count: int, num_cached: int = 0
+) -> None:
+    """Attend for rows of ``count`` tokens after ``num_cached`` positions, all on page 0, to compile the kernels."""
     shape, keys = layers.shape, layers.pool[0][0]
-    num_pages, num_tokens = -(-count // layers.page_size), num_rows * count
+    num_pages, num_tokens = -(-(count + num_cached) // layers.page_size), num_rows * count
     batch = ForwardBatch(
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=keys.device),  # never written
         page_table=torch.zeros(num_rows, num_pages, dtype=torch.int32, device=keys.device),
         query_lengths=[count] * num_rows,
-        kv_lengths=[count] * num_rows,
+        kv_lengths=[count + num_cached] * num_rows,
     )
     attention.prepare(batch)
     heads = keys.new_zeros(num_tokens, shape.num_input_heads, shape.query_size, dtype=layers.dtype)

@@ -11,6 +11,9 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -29,7 +32,14 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
-from aioengine.kernels.triton.attention import EVEN_SPLITS, PagedRows, head_group, num_splits, split_size
+from aioengine.kernels.triton.attention import (
+    EVEN_SPLITS,
+    MOST_POSITIONS,
+    PagedRows,
+    head_group,
+    num_splits,
+    split_size,
+)
 
 ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
@@ -41,6 +51,18 @@ MANY_PROGRAMS = 1024
 """With this number of pairs or more, long rows have two programs, too."""
 MAX_SPLITS_BYTES = 512 << 20
 """Limit of the results of splits before they are merged."""
+GLUON_VERSION = "3.6."
+"""The version of Triton whose Gluon ``prompt_attention`` uses. Gluon still changes."""
+
+
+@lru_cache(maxsize=1)
+def prompt_kernels() -> ModuleType | None:
+    """Return ``prompt_attention``; None: it does not support this GPU or this version of Triton."""
+    if torch.cuda.get_device_capability()[0] != 9 or not version("triton").startswith(GLUON_VERSION):
+        return None
+    from aioengine.kernels.triton import prompt_attention
+
+    return prompt_attention
 
 
 def num_pairs(layers: AttentionLayers, num_rows: int) -> int:
@@ -75,13 +97,15 @@ class _TritonStep(PagedStep):
     """A prepared step.
 
     Attributes:
-        tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``.
+        tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``, the longest first.
+        num_long: number of tiles that may have more positions than ``MOST_POSITIONS``.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
         num_programs: see ``num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
     """
 
     tiles: Tensor
+    num_long: int
     num_done: Tensor
     max_splits: int
     num_programs: int
@@ -91,8 +115,14 @@ class _TritonStep(PagedStep):
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
         shape, pool, rules = self.layers.shape, self.layers.pool[layer], self.layers.rules[layer]
         if self.num_programs == 1:
-            in_splits = shape.batch_invariant or shape.value_size is None
-            kernels.attend(q, pool, self.rows, self.tiles, scale=shape.scale, out=out, rules=rules, in_splits=in_splits)
+            tiles, fast = self.tiles, prompt_kernels()
+            if fast is not None and self.num_long < len(tiles) < len(q) and fast.serves(q, pool, rules):
+                tiles, short = tiles[: self.num_long], tiles[self.num_long :]
+                fast.attend(q, pool, self.rows, short, scale=shape.scale, out=out)
+            if len(tiles):
+                in_splits = shape.batch_invariant or shape.value_size is None
+                settings = {"scale": shape.scale, "out": out, "rules": rules, "in_splits": in_splits}
+                kernels.attend(q, pool, self.rows, tiles, **settings)
         else:
             splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
@@ -107,9 +137,14 @@ class TritonAttention(PagedAttention):
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         rows, _ = paged_rows(batch, query_lengths, kv_lengths, layers.page_size)
         group = head_group(layers.shape.num_heads, layers.pool[0])
-        tiles = uploaded(tiles_of(query_lengths, group.tokens)[::-1].copy(), layers.device)  # the longest ones first
+        tiles = tiles_of(query_lengths, group.tokens)
+        lengths = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]] + group.tokens
+        num_long = int((lengths > MOST_POSITIONS).sum())
+        tiles = uploaded(tiles[np.argsort(-lengths, kind="stable")], layers.device)
         longest, is_decode = int(kv_lengths.max()), int(query_lengths.max()) == 1
-        self._prepared = _step_of(layers, batch.slot_mapping, rows, tiles, longest=longest, is_decode=is_decode)
+        self._prepared = _step_of(
+            layers, batch.slot_mapping, rows, tiles, num_long=num_long, longest=longest, is_decode=is_decode
+        )
 
     def fixed_decode(self, num_rows: int, buffers: DecodeBuffers) -> PagedAttention:
         """Return attention for decode steps of ``num_rows`` rows."""
@@ -124,18 +159,26 @@ class TritonAttention(PagedAttention):
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
-        for count in (1, 2):
-            run_once(self, self._layers, 1, count)
+        for count, num_cached in ((1, 0), (2, 0), (2, MOST_POSITIONS)):
+            run_once(self, self._layers, 1, count, num_cached)
 
 
 def _step_of(
-    layers: AttentionLayers, slots: Tensor, rows: PagedRows, tiles: Tensor, *, longest: int, is_decode: bool
+    layers: AttentionLayers,
+    slots: Tensor,
+    rows: PagedRows,
+    tiles: Tensor,
+    *,
+    longest: int,
+    is_decode: bool,
+    num_long: int = 0,
 ) -> _TritonStep:
     """Return a step with KV slots [T] and tiles [X, 2]. longest: positions of the longest row."""
     num_rows, max_splits = len(rows.query_starts) - 1, max_splits_of(layers, longest)
     num_done = torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
     programs = num_programs(layers, num_rows, max_splits) if is_decode else 1
-    return _TritonStep(layers, slots, rows, tiles, num_done, max_splits, programs, most_alone(layers, num_rows))
+    alone = most_alone(layers, num_rows)
+    return _TritonStep(layers, slots, rows, tiles, num_long, num_done, max_splits, programs, alone)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:

@@ -121,6 +121,7 @@ def run_child(work: Callable[[Child], None]) -> NoReturn:
     wake_fd = handle_signals()
     orders = decode_orders(read_orders())
     role = orders.role
+    # Linux shows 15 characters
     name_process(f"aioengine:{role.name[:2]}-{role.rank}" if role.rank else f"aioengine:{role.name[:5]}")
     die_with_parent(orders.parent_pid)
     raise_descriptor_limit()

@@ -113,7 +113,8 @@ def choice(name: str, value: object) -> list[str]:
     if not choices or not all(choices):
         raise checks.wrong_value(name, "a list of strings that are not empty", value)
     if sum(map(len, choices)) > MAX_CHOICE_BYTES:
-        raise ValueError(f"{name} has {sum(map(len, choices)):,} characters together, at most {MAX_CHOICE_BYTES:,} fit")
+        size = sum(map(len, choices))
+        raise ValueError(f"{name} has {size:,} characters together; at most {MAX_CHOICE_BYTES:,} are allowed")
     return choices
 
 

@@ -101,7 +101,7 @@ class _TagReader:
         node = _object(value, pointer)
         kind = _string(node, "type", pointer)
         if kind not in _OPTIONS:
-            raise_unsupported(f"{pointer}/type", kind, f"is not known; known are {', '.join(_OPTIONS)}")
+            raise_unsupported(f"{pointer}/type", kind, f"is not known; allowed: {', '.join(_OPTIONS)}")
         if depth > MAX_DEPTH:
             raise_unsupported(pointer, kind, f"is nested more than {MAX_DEPTH} deep")
         _check_options(node, kind, pointer)

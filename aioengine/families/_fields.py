@@ -33,7 +33,7 @@ _MIN_FACTOR, _MAX_FACTOR = 1e-6, 1e6
 
 def not_implemented(field: str, value: object, implemented: str) -> NoReturn:
     """Raise ValueError for the value of a field. ``implemented``: the values that work."""
-    raise ValueError(f"{field} {shown(value)} is not implemented; what works: {implemented}")
+    raise ValueError(f"{field} {shown(value)} is not implemented; allowed: {implemented}")
 
 
 def decode_config(raw: Mapping[str, object], config_type: type[ConfigType]) -> ConfigType:
@@ -63,7 +63,7 @@ def decode(fields: Mapping[str, object], config_type: type[ConfigType], where: s
 
 
 def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct]) -> str:
-    """Return "; what works: ..." if the field in the error accepts only a few values, else ""."""
+    """Return "; allowed: ..." if the field in the error accepts only a few values, else ""."""
     match = re.search(r"at `\$\.(\w+)", str(error))
     names = {field.encode_name: field.name for field in msgspec.structs.fields(config_type)}
     name = names.get(match[1]) if match else None
@@ -79,7 +79,7 @@ def _what_works(error: msgspec.ValidationError, config_type: type[msgspec.Struct
             kinds += typing.get_args(kind)
         else:
             return ""
-    return "; what works: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
+    return "; allowed: " + ", ".join(msgspec.json.encode(value).decode() for value in values) if values else ""
 
 
 def check_sizes(config: msgspec.Struct, limits: Mapping[str, tuple[int, int]] | None = None) -> None:

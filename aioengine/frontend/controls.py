@@ -118,7 +118,7 @@ class Controls:
             reply = await self.ask("pause", {"retracts": True} if mode == "retract" else None)
         except RequestError:
             if not self.is_paused:
-                self.resume()  # other replicas may be paused
+                self.unpause_later()  # other replicas may be paused
             raise
         self.is_paused |= reply.success
         return Outcome(reply.success, reply.message)
@@ -129,7 +129,7 @@ class Controls:
         self.is_paused &= not outcome.success
         return outcome
 
-    def resume(self) -> None:
+    def unpause_later(self) -> None:
         """Continue after a pause, without waiting for the reply."""
         self.send("continue")
         self.is_paused = False

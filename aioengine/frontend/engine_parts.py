@@ -22,7 +22,7 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     """The parts of an engine to start.
 
     load_tokenizer: may block; None: token ids only. images: how images become tokens; None: the model accepts only
-    text. warning: shown to the user at the start. keeps_tensors: keep copies of new weights that come by tensor.
+    text. warning: shown to the user at the start. keeps_tensors: keep copies of new weights that are given as tensors.
     """
 
     settings: Settings

@@ -47,8 +47,8 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    The methods up to ``stats``, and ``close_now``, may be called from any thread, the others only on the loop. It
-    implements ``ReaderActions``.
+    Comments say which methods may be called from any thread. The others are called only on the loop. It implements
+    ``ReaderActions``.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
@@ -248,7 +248,7 @@ class Frontend:
             timeout_s = checks.number("timeout", timeout_s, -MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         with self._lock:
             self.limits.refuse(EngineDrainingError("the engine is draining and accepts no new requests"))
-        self.controls.resume()
+        self.controls.unpause_later()
         self._slow_readers.release()
         if not await self._become_idle(timeout_s):
             self.calls.end(list(self.calls.opened), FinishCode.SHUTDOWN)

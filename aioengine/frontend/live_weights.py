@@ -51,14 +51,14 @@ class _OpenUpdate:
     """An update from ``begin_weight_update`` to ``end_weight_update``.
 
     number: unique. version: given by the user; None: none was given. files: with its tensors, if they are kept.
-    is_kept: all its tensors are in files. loss: why it cannot be continued; "": it can.
+    is_complete: all its tensors are in files. loss: why it cannot be continued; "": it can.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.version: str | None = None
         self.files: list[TensorFile] = []
-        self.is_kept = True
+        self.is_complete = True
         self.loss = ""
 
 
@@ -131,9 +131,9 @@ class LiveWeights:
             await in_thread(partial(checkpoint.check_unchanged, files, "after it was checked"))
         except ValueError as error:
             return WeightUpdate(False, str(error))
-        result = await self._load({"path": folder}, loaded)
+        result = await self._ask_to_load({"path": folder}, loaded)
         if result:
-            self._keep([])
+            self._keep_copies([])
             self._end_update()
         return result
 
@@ -146,17 +146,17 @@ class LiveWeights:
         if self._update is None and self.loaded.are_lost:
             return WeightUpdate(False, LOST_WEIGHTS)
         if self._gpu and (handles := await in_thread(partial(_cuda_handles, tensors, self._gpu))):
-            return await self._load_part({"handles": handles}, version, None)
+            return await self._check_and_load({"handles": handles}, version, None)
         file = await in_thread(partial(tensor_file.write, tensors))
         result = WeightUpdate(False, "")
         try:
-            result = await self._load_part({"path": file.path}, version, file)
+            result = await self._check_and_load({"path": file.path}, version, file)
         finally:
             if not (result and self._keeps_copies):
                 file.close()
         return result
 
-    async def _load_part(
+    async def _check_and_load(
         self, source: dict[str, Argument], version: str | None, file: TensorFile | None
     ) -> WeightUpdate:
         """Check and load tensors. file: where they are; None: in the memory of a GPU."""
@@ -165,25 +165,25 @@ class LiveWeights:
         if not checked.success:
             shown = "" if file is None else f"{file.path}: "
             return WeightUpdate(False, checked.message.replace(shown, ""))
-        return await self._load_checked(arguments, version, file)
+        return await self._load_and_record(arguments, version, file)
 
-    async def _load_checked(
+    async def _load_and_record(
         self, arguments: dict[str, Argument], version: str | None, file: TensorFile | None
     ) -> WeightUpdate:
         """Load checked tensors."""
         new_files = [file] if file is not None and self._keeps_copies else []
         if (update := self._update) is not None:
-            result = await self._load(arguments)
+            result = await self._ask_to_load(arguments)
             if result:
                 update.version = version or update.version
                 update.files += new_files
-                update.is_kept &= bool(new_files)
+                update.is_complete &= bool(new_files)
             return result
         files = _needed([*self._files, *new_files])
         loaded = self._with_files(files, version, are_kept=bool(new_files) and self.loaded.are_kept)
-        result = await self._load(arguments, loaded)
+        result = await self._ask_to_load(arguments, loaded)
         if result:
-            self._keep(files)
+            self._keep_copies(files)
         return result
 
     @_shielded
@@ -237,7 +237,7 @@ class LiveWeights:
         try:
             if self._keeps_copies:
                 file = tensor_file.opened(_data(reply), (name for name, _, _ in listed))
-            result = await self._load_checked({"received": True, "is_part": True}, version, file)
+            result = await self._load_and_record({"received": True, "is_part": True}, version, file)
         except FileNotFoundError:
             return WeightUpdate(False, "the process was lost after it had received the tensors; send them again")
         finally:
@@ -271,11 +271,11 @@ class LiveWeights:
                 self._end_update()
             return Outcome(False, checked.message)
         files = _needed([*self._files, *update.files])
-        loaded = self._with_files(files, version or update.version, are_kept=update.is_kept)
-        result = await self._load({}, loaded, WeightCall.END)
+        loaded = self._with_files(files, version or update.version, are_kept=update.is_complete)
+        result = await self._ask_to_load({}, loaded, WeightCall.END)
         if result:
             update.files = [file for file in update.files if file not in files]
-            self._keep(files)
+            self._keep_copies(files)
         self._end_update()
         return Outcome(result.success, result.message)
 
@@ -303,7 +303,7 @@ class LiveWeights:
 
     def close(self) -> None:
         """Free the copies of tensors."""
-        self._keep([])
+        self._keep_copies([])
         self._end_update()
 
     def _next(self, version: str | None) -> tuple[int, str]:
@@ -325,12 +325,12 @@ class LiveWeights:
             _close(self._update.files)
         self._update = None
 
-    def _keep(self, files: list[TensorFile]) -> None:
-        """Keep these files, and free all others."""
+    def _keep_copies(self, files: list[TensorFile]) -> None:
+        """Keep these copies of tensors, and free all others."""
         _close([file for file in self._files if file not in files])
         self._files = files
 
-    async def _load(
+    async def _ask_to_load(
         self, arguments: dict[str, Argument], loaded: LoadedWeights | None = None, name: str = WeightCall.LOAD
     ) -> WeightUpdate:
         text = "" if loaded is None else msgspec.json.encode(loaded).decode()

@@ -39,7 +39,7 @@ UNLOAD_TIMEOUT_S: Final = 600.0
 """Default timeout of ``unload_lora_adapter`` for the requests that use an adapter."""
 
 BY_TENSOR: Final = "tensors"
-"""In ``AdapterResult.loaded_adapters``, in place of the folder of an adapter that came by tensor."""
+"""In ``AdapterResult.loaded_adapters``, in place of the folder of an adapter that was given as tensors."""
 
 _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor lora_paths, or enable_lora=True"
 
@@ -47,7 +47,7 @@ _NOT_ENABLED: Final = "this engine serves no LoRA adapters; give its constructor
 class AdapterResult(NamedTuple):
     """The result of a call for LoRA adapters; true if it succeeded.
 
-    ``loaded_adapters``: name -> folder of all adapters that requests may use now, or "tensors" if they came by tensor.
+    ``loaded_adapters``: name -> folder of all adapters that requests may use now, or "tensors".
     """
 
     success: bool
@@ -276,7 +276,7 @@ class LoadedAdapters:
     async def load_tensors(
         self, lora_name: object, tensors: object, config_dict: object, load_format: object, pinned: object
     ) -> AdapterResult:
-        """Load an adapter by tensor. Its file is kept until it is unloaded, for new processes.
+        """Load an adapter from tensors. Its file is kept until it is unloaded, for new processes.
 
         Raises: see ``load``.
         """

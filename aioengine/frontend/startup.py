@@ -217,7 +217,7 @@ def _load_tokenizer(settings: TextSettings, chat_template: str | None) -> Tokeni
 
     assert settings.tokenizer_path is not None
     tokenizer = Tokenizer(settings.tokenizer_path, chat_template=chat_template)
-    check_unchanged(settings.files, "since the engine was made")
+    check_unchanged(settings.files)
     return tokenizer
 
 

@@ -29,7 +29,7 @@ def checked(argument: str, value: object) -> dict[str, Any]:
         if torch is None or not isinstance(tensor, torch.Tensor):
             raise checks.wrong_type(f"{argument}[{text!r}]", "a torch.Tensor", tensor)
         if text in tensors:
-            raise ValueError(f"{argument} has two tensors of the name {text!r}")
+            raise ValueError(f"{argument} has two tensors named {text!r}")
         _check(text, tensor)
         tensors[text] = tensor.detach()
     if not tensors:
@@ -52,4 +52,4 @@ def _check(name: str, tensor: Any) -> None:
     if hasattr(tensor, "full_tensor"):
         raise ValueError(f"{name} is a DTensor, which has only a part here; give tensor.full_tensor()")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPE_NAMES:
-        raise ValueError(f"{name} is of type {tensor.dtype}; what works: {', '.join(DTYPE_NAMES)}")
+        raise ValueError(f"{name} is of type {tensor.dtype}; allowed: {', '.join(DTYPE_NAMES)}")

@@ -192,6 +192,8 @@ class _OnDevice:
         """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
         if self._is_vector(x) and (self._bias is None or self._codes.bits == 4):
             return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
+        if self._serves_bytes and self._byte_kernels.is_fast(self._codes, x):
+            return self._byte_kernels.matmul(self._ordered(x), self._codes, self._bias, self._num_done, is_gated=True)
         return activate_and_mul(self(x), "silu")
 
     def _is_vector(self, x: Tensor) -> bool:

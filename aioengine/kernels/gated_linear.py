@@ -35,9 +35,9 @@ def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None) -> Matmul:
     from aioengine.kernels.triton.skinny_linear import gated_vector_matmul
 
     invariant = matmul if isinstance(matmul, InvariantMatmul) else None
-    other = separate if invariant is None else invariant.gated
+    fallback = separate if invariant is None else invariant.gated
     if invariant is not None and num_splits(*weight.shape) > 1:  # otherwise all kernels add in the same order
-        return other
+        return fallback
     num_outputs, size = weight.shape[0] // 2, weight.shape[1]
     compile_specializations(weight)
 
@@ -47,7 +47,7 @@ def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None) -> Matmul:
             return gated_vector_matmul(x, weight)
         programs = shape_of_programs(num_outputs, size, x.shape[0])
         if programs is None or not x.is_contiguous() or x.data_ptr() % 16:
-            return other(x)
+            return fallback(x)
         return gated_matmul(x, weight, programs)
 
     return fused

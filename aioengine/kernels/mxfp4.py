@@ -26,7 +26,7 @@ def to_codes(blocks: Tensor, scales: Tensor) -> Codes:
         ValueError: a scale is above 2, which the kernels do not support.
     """
     if (scales > MAX_SCALE).any():
-        raise ValueError(f"a weight in MXFP4 has a scale of {int(scales.max())}; what works: up to {MAX_SCALE} (2.0)")
+        raise ValueError(f"a weight in MXFP4 has a scale of {int(scales.max())}; allowed: up to {MAX_SCALE} (2.0)")
     numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     table = torch.tensor(VALUES, device=blocks.device)
     return Codes(pack_nibbles(numbers), scales, bits=4, table=table)

@@ -112,7 +112,7 @@ class SparseMLP(Layer):
         linear_format, *others = [placement.format_of(f"{prefix}{name}") for name in names]
         self._format = linear_format
         if any(other is not linear_format for other in others):
-            raise ValueError(f"the experts {self._name} have several formats; what works: one format for all of them")
+            raise ValueError(f"the experts {self._name} have several formats; allowed: one format for all of them")
         if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
             kind = CodedExperts if config.stored == "separate" else JoinedExperts
             gate_up = LinearSpec(size, (inner, inner), False, placement.dtype, placement.device)

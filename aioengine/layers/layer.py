@@ -187,7 +187,7 @@ def errors_of(name: str) -> Generator[None]:
 def rank_ranges(units: Sequence[Units], shard: Shard) -> list[tuple[int, int]]:
     """Return the range of entries (start, stop) that a rank has of each group of units on an axis.
 
-    If there are fewer units than ranks, as of KV heads, several ranks have the same unit.
+    If there are fewer units than ranks, for example KV heads, several ranks have the same unit.
 
     Raises:
         ValueError: the units of a group cannot be divided evenly among the ranks.

@@ -121,7 +121,7 @@ class Linear(Layer):
                 self._join(formats)
             else:
                 parts = f"{', '.join(names)} are one layer here, but their checkpoint has several formats"
-                raise ValueError(f"{parts}; what works: one format for all of them")
+                raise ValueError(f"{parts}; allowed: one format for all of them")
         return super().weights(prefix)
 
     def _join(self, formats: Sequence[LinearFormat]) -> None:

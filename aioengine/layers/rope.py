@@ -52,10 +52,10 @@ def _llama3(config: RopeConfig, head_size: int, original: int) -> Tensor:
     factor = _required(config.factor)
     low = _required(config.low_freq_factor)
     high = _required(config.high_freq_factor)
-    frequencies = _unscaled(config.rope_theta, head_size)
-    wavelengths = 2 * math.pi / frequencies
+    unscaled = _unscaled(config.rope_theta, head_size)
+    wavelengths = 2 * math.pi / unscaled
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies
+    return (1 - smooth) * unscaled / factor + smooth * unscaled
 
 
 def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int) -> tuple[Tensor, float]:
@@ -79,8 +79,8 @@ def _yarn(config: RopeConfig, head_size: int, original: int, max_positions: int)
     low, high = max(low, 0), min(high, head_size - 1)
     ramp = (torch.arange(head_size // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
     keep = 1 - ramp.clamp(0.0, 1.0)
-    frequencies = _unscaled(config.rope_theta, head_size)
-    return frequencies / factor * (1 - keep) + frequencies * keep, attention_factor
+    unscaled = _unscaled(config.rope_theta, head_size)
+    return unscaled / factor * (1 - keep) + unscaled * keep, attention_factor
 
 
 def _longrope(

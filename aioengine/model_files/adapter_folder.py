@@ -202,7 +202,7 @@ def _check_kind(raw: Json, folder: Path) -> None:
     """Raise ValueError if the config needs more than ``scale * B (A x)``."""
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"{folder / CONFIG}: peft_type is {shown(kind)}; what works: 'LORA'")
+        raise ValueError(f"{folder / CONFIG}: peft_type is {shown(kind)}; allowed: 'LORA'")
     field = next((field for field in _REFUSED if raw.get(field)), None)
     if raw.get("bias", "none") != "none":
         field = "bias"
@@ -227,7 +227,7 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
             raise ValueError(f"{entry.path}: {entry.name} has shape {list(entry.shape)}, but must be a matrix")
         if entry.dtype not in FLOAT_BYTES:
             allowed = ", ".join(FLOAT_BYTES)
-            raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {allowed}")
+            raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; allowed: {allowed}")
         pairs.setdefault(entry.name[len(_STEM) :].removesuffix(end), {})[_ENDS[end]] = entry
     if not pairs:
         raise ValueError(f"{folder / TENSORS} has no tensors")
@@ -246,7 +246,7 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
             for values, default in ((ranks, config.r), (alphas, config.lora_alpha))
         )
         if not 1 <= rank <= MAX_RANK:
-            raise ValueError(f"{folder / CONFIG}: {name} has rank {rank}; what works: 1 to {MAX_RANK}")
+            raise ValueError(f"{folder / CONFIG}: {name} has rank {rank}; allowed: 1 to {MAX_RANK}")
         if pair["A"].shape[0] != rank:
             shape = list(pair["A"].shape)
             raise ValueError(f"{folder / TENSORS}: {pair['A'].name} has shape {shape}, but the layer has rank {rank}")
@@ -258,8 +258,8 @@ def _stored_parts(entries: list[Entry], config: AdapterConfig, folder: Path) -> 
 def _why_unused(name: str) -> str:
     """Return why a tensor of this name is refused."""
     if any(f".{head}." in name for head in _HEADS):
-        return f"of the head: it cannot change; {_MERGE}"
-    return f"which is no LoRA of a linear layer; what works: {_STEM}(layer){' and '.join(_ENDS)}; {_MERGE}"
+        return f"of the head: adapters cannot change it; {_MERGE}"
+    return f"which is no LoRA of a linear layer; allowed: {_STEM}(layer){' and '.join(_ENDS)}; {_MERGE}"
 
 
 def _parts_of(stored: AdapterPart, layers: Layers) -> list[AdapterPart]:
@@ -294,6 +294,6 @@ def _in_base(name: str, layers: Layers) -> str:
 
 def _why_unknown(name: str, layers: Layers) -> str:
     if name.rpartition(".")[2] in _HEADS:
-        return f"it changes {name}: it cannot change; {_MERGE}"
+        return f"it changes {name}: adapters cannot change it; {_MERGE}"
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     return f"it changes {name}, but the base model has no such layer for adapters; it has layers {', '.join(known)}"

@@ -110,7 +110,7 @@ def check_entries(entries: list[Entry], specs: Mapping[str, TensorSpec], folder:
         if spec is not None and not _has_shape(entry, spec.shape):
             problems.append(f"{shown} has shape {list(entry.shape)}, and the model expects {list(spec.shape)}")
         elif entry.dtype not in allowed:
-            problems.append(f"{shown} is of type {checks.name(entry.dtype)}; what works: {', '.join(allowed)}")
+            problems.append(f"{shown} is of type {checks.name(entry.dtype)}; allowed: {', '.join(allowed)}")
     if problems:
         more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
         first = "; ".join(problems[:_MAX_PROBLEMS])
@@ -193,7 +193,7 @@ def file_states(paths: Iterable[Path]) -> dict[str, str]:
     return states
 
 
-def check_unchanged(states: Mapping[str, str], since: str) -> None:
+def check_unchanged(states: Mapping[str, str], since: str = "since the engine was created") -> None:
     """Raise ValueError if the digest of a file has changed. ``since``: the time of ``states``, for the message."""
     for path, state in file_states(map(Path, states)).items():
         if states[path] != state:

@@ -206,7 +206,7 @@ def read_header(file: BinaryIO) -> Header:
     tensors = [_tensor_info(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
-        raise ValueError(f"general.alignment is {checks.shown(alignment)}; what works: 1 to {1 << 20}")
+        raise ValueError(f"general.alignment is {checks.shown(alignment)}; allowed: 1 to {1 << 20}")
     first = -(-reader.position // alignment) * alignment
     return Header(metadata, tuple(_placed(tensors, first, alignment=alignment, size=reader.size)))
 
@@ -222,7 +222,7 @@ def _tensor_info(reader: _HeaderReader) -> TensorInfo:
     number = reader.number("I")
     kind = _TYPES.get(number, f"number {number}")
     if kind not in BLOCKS:
-        raise ValueError(f"tensor {shown} is of type {kind}, which is not supported; what works: {', '.join(BLOCKS)}")
+        raise ValueError(f"tensor {shown} is of type {kind}, which is not supported; allowed: {', '.join(BLOCKS)}")
     block_size, block_bytes = BLOCKS[kind]
     if min(shape) < 1 or math.prod(shape) >= 2**48 or shape[-1] % block_size:
         raise ValueError(f"tensor {shown} has shape {list(shape)}, impossible for {kind} with blocks of {block_size}")

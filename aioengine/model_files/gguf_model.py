@@ -152,15 +152,15 @@ def tensors_of(header: Header) -> dict[str, tuple[TensorInfo, int]]:
 def _architecture(metadata: Metadata) -> str:
     architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     if kind != "model":
-        raise ValueError(f"general.type is {checks.shown(kind)}; what works: 'model'")
+        raise ValueError(f"general.type is {checks.shown(kind)}; allowed: 'model'")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ValueError(
-            f"general.architecture is {checks.shown(architecture)}, which is not supported in GGUF files; what works: "
+            f"general.architecture is {checks.shown(architecture)}, which is not supported in GGUF files; allowed: "
             f"{', '.join(ARCHITECTURES)}; give the folder of the original model (*.safetensors)"
         )
     if metadata.get("general.quantization_version", 2) != 2:
         version = checks.shown(metadata["general.quantization_version"])
-        raise ValueError(f"general.quantization_version is {version}; what works: 2")
+        raise ValueError(f"general.quantization_version is {version}; allowed: 2")
     num_parts = metadata.get("split.count", 0)
     if isinstance(num_parts, int) and num_parts > 1:
         raise ValueError(f"it is one of {num_parts} parts; join them: llama-gguf-split --merge FIRST_PART NEW_FILE")
@@ -172,10 +172,10 @@ def _single_value(key: str, value: Scalar | GgufArray) -> Scalar:
     if isinstance(value, GgufArray):
         distinct: set[Scalar] = set(value.texts() if value.has_texts else value.numbers())
         if len(distinct) != 1:
-            raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; what works: one value for all layers")
+            raise ValueError(f"{checks.shown(key)} has {len(distinct)} values; allowed: one value for all layers")
         value = distinct.pop()
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{checks.shown(key)} is {value}; what works: a finite number")
+        raise ValueError(f"{checks.shown(key)} is {value}; allowed: a finite number")
     return value
 
 
@@ -213,7 +213,7 @@ def _rope(
     if factors is not None:
         if kind not in {"none", "llama3"}:
             raise ValueError(
-                f"it has both {_ROPE_FACTORS} and {architecture}.rope.scaling.type {checks.shown(kind)}; what works: "
+                f"it has both {_ROPE_FACTORS} and {architecture}.rope.scaling.type {checks.shown(kind)}; allowed: "
                 "only one of them"
             )
         return _llama3(own, factors, file)
@@ -235,7 +235,7 @@ def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict
     """
     if info.kind != "F32" or info.num_bytes > 1 << 16:
         raise ValueError(
-            f"{_ROPE_FACTORS} is of type {info.kind} and has {info.num_bytes} bytes; what works: F32, up to {1 << 16}"
+            f"{_ROPE_FACTORS} is of type {info.kind} and has {info.num_bytes} bytes; allowed: F32, up to {1 << 16}"
         )
     file.seek(info.begin)
     content = file.read(info.num_bytes)
@@ -248,7 +248,7 @@ def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict
     is_usual = 1 < scaling["factor"] < 1e6 and isinstance(theta, float) and 1 < theta < math.inf
     expected = _llama3_factors(scaling["factor"], float(theta), len(factors)) if is_usual else ()
     if not is_usual or not all(map(partial(math.isclose, rel_tol=1e-4), factors, expected)):
-        raise ValueError(f"{_ROPE_FACTORS} has factors that are not implemented; what works: those of Llama 3.1 to 3.3")
+        raise ValueError(f"{_ROPE_FACTORS} has factors that are not implemented; allowed: those of Llama 3.1 to 3.3")
     return {"rope_type": "llama3", **scaling}
 
 

@@ -501,7 +501,7 @@ def _implementation(config: _ConfigFacts, wanted: str) -> str:
     if wanted == OWN and not is_known:
         raise ValueError(
             f"model_type {checks.shown(config.model_type)} is not implemented; with model_impl='auto', transformers' "
-            f"own code may compute it; what works: {', '.join(known)}"
+            f"own code may compute it; allowed: {', '.join(known)}"
         )
     return (OWN if is_known else TRANSFORMERS) if wanted == "auto" else wanted
 

@@ -391,7 +391,7 @@ def _matchers(rules: _Rules) -> Iterator[tuple[Callable[[str], bool], Scheme | N
         if num_costly > MAX_PATTERNS:
             raise ValueError(
                 f"quantization_config has more than {MAX_PATTERNS} patterns of layers (globs and regular expressions); "
-                "what works: fewer of them, and any number of names"
+                "give fewer of them; any number of names is allowed"
             )
         for pattern in names:
             if pattern.startswith(_EXPRESSION):

@@ -28,4 +28,4 @@ def check(source: Source, name: str, device: str, *, argument: str = "") -> None
     if device not in FORMATS[source].get(name, ()):
         kind = "CPU" if device == "cpu" else "GPU"
         working = ", ".join(other for other, devices in FORMATS[source].items() if device in devices)
-        raise ValueError(f"{argument or source}={shown(name)} does not work on a {kind}; what works there: {working}")
+        raise ValueError(f"{argument or source}={shown(name)} does not work on a {kind}; allowed there: {working}")

@@ -109,7 +109,7 @@ def sampled_vocab_size(settings: Settings) -> int:
     if path is None:
         return settings.model.vocab_size
     num_ids = num_token_ids(path)
-    check_unchanged(settings.text.files, "since the engine was made")
+    check_unchanged(settings.text.files)
     return min(settings.model.vocab_size, num_ids)
 
 

@@ -70,7 +70,7 @@ async def _chat_call(call: HttpCall) -> ChatCall:
     choice = body.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     if kind != "tool" and kind not in _TOOL_CHOICES:
-        raise CallError(f"tool_choice.type is {kind!r}; there are {', '.join(_TOOL_CHOICES)} and tool")
+        raise CallError(f"tool_choice.type is {kind!r}; allowed: {', '.join(_TOOL_CHOICES)}, tool")
     return await chat_call(
         call,
         body,
@@ -135,8 +135,8 @@ def _messages(name: str, message: dict[str, Any]) -> list[dict[str, Any]]:
                 pass
             case _:
                 raise CallError(
-                    f"{name}.content[{place}] is {str(block)[:200]}; there are text, image (base64 or url), tool_use, "
-                    "tool_result, thinking and redacted_thinking"
+                    f"{name}.content[{place}] is {str(block)[:200]}; allowed: text, image (base64 or url), tool_use, "
+                    "tool_result, thinking, redacted_thinking"
                 )
     if not parts and "tool_calls" in own:
         own["content"] = None

@@ -157,7 +157,7 @@ def add_constraint(
     """
     for name, value in (structured_outputs or {}).items():
         if name not in _STRUCTURED:
-            raise CallError(f"structured_outputs has {name!r}; there are {', '.join(_STRUCTURED)}")
+            raise CallError(f"structured_outputs has {name!r}; allowed: {', '.join(_STRUCTURED)}")
         if value is not None:
             sampling[_STRUCTURED[name]] = value
     match response_format:
@@ -177,7 +177,7 @@ def add_constraint(
             return
         case _:
             raise CallError(
-                f"response_format is {str(response_format)[:200]}; there are text, json_object, json_schema (with "
-                "json_schema.schema), regex (with pattern), grammar (with grammar) and structural_tag",
+                f"response_format is {str(response_format)[:200]}; allowed: text, json_object, json_schema (with "
+                "json_schema.schema), regex (with pattern), grammar (with grammar), structural_tag",
                 param="response_format",
             )

@@ -43,7 +43,7 @@ def _part(name: str, part: object) -> object:
         case {"type": "text"}:
             return part
         case {"type": kind}:
-            raise CallError(f"{name} is of type {str(kind)[:100]!r}; there are text, image_url and refusal")
+            raise CallError(f"{name} is of type {str(kind)[:100]!r}; allowed: text, image_url, refusal")
         case _:
             raise CallError(f"{name} must be an object with a type")
 

@@ -65,7 +65,7 @@ class ServedModel:
         if name in adapters:
             return name, name
         known = ", ".join([*names, *adapters])
-        message = f"the model {name[:200]!r} does not exist; there are {known}"
+        message = f"the model {name[:200]!r} does not exist; the models are {known}"
         raise CallError(message, 404, code="model_not_found", param="model")
 
     def note(self, error: Exception) -> None:

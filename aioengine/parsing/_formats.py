@@ -60,7 +60,7 @@ def _chosen(parameter: str, name: str | None, marks: Mapping[str, tuple[str, ...
         return next((known for known, texts in marks.items() if all(re.search(text, template) for text in texts)), None)
     if name is not None and name not in marks:
         hint = checks.did_you_mean(name, marks)
-        raise ValueError(f"{parameter}={name!r} is not known{hint}; known are auto, {', '.join(marks)}, or None")
+        raise ValueError(f"{parameter}={name!r} is not known{hint}; allowed: auto, {', '.join(marks)}, None")
     return name
 
 

@@ -254,7 +254,7 @@ def build_service(settings: Settings, board: CrashBoard | None = None) -> Detoke
     """
     start = time.monotonic()
     source = TextSource(settings.text.tokenizer_path)
-    check_unchanged(settings.text.files, "since the engine was made")
+    check_unchanged(settings.text.files)
     return DetokenizerService(source, facts={"detokenizer_load_s": round(time.monotonic() - start, 3)}, board=board)
 
 

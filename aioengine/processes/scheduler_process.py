@@ -317,7 +317,7 @@ class SchedulerService:
             self._answer(reply, now)
         elif (call := self._runner.controls.get(control.name)) is None:
             known = ", ".join([*self._controls, *self._runner.controls])
-            message = f"unknown control call {control.name!r}; there are {known}"
+            message = f"unknown control call {control.name!r}; allowed: {known}"
             self._answer(Reply(control.call_id, False, message), now)
         elif control.name == WeightCall.CHECK:
             self._report(Progress(control.name, 0, 1, ""))

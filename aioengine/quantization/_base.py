@@ -96,7 +96,8 @@ class LinearFormat(Protocol):
         Raises:
             ValueError: the layer cannot be divided.
         """
-        return PackedTensor("", 1, int(name == "weight")).part(axis, ranges, shape[axis == "inputs"])
+        plain = PackedTensor(dtype="", outputs=1, inputs=1 if name == "weight" else 0)
+        return plain.part(axis, ranges, shape[1] if axis == "inputs" else shape[0])
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Split ``tensor`` [...], called ``name``, into a view for each fused layer of the checkpoint."""

@@ -29,7 +29,7 @@ _WEIGHTS: Final = ("weight", "weight_packed", "qweight")
 _ONES: Final = {4: 0x11111111, 8: 0x01010101}
 """Words of codes that are 1."""
 _SPREADS: Final[dict[str | int, float]] = {"nf4": 0.52, "fp4": 0.49, 4: 4.6, 8: 74.0, "fp8": 1.0}
-"""Standard deviations of random codes."""
+"""Standard deviations of random codes (``load_format="dummy"``)."""
 _FP4: Final = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
 _TABLES: Final = {
     "fp4": (*_FP4, *(-number for number in _FP4)),
@@ -183,7 +183,7 @@ class StoredFormat(CodesFormat):
                 raise ValueError(f"a quant_state of bitsandbytes is damaged: {error}") from error
             if (state.blocksize, state.nested_blocksize) != (scheme.group, BLOCK_SCALES):
                 sizes = f"{state.blocksize} and {state.nested_blocksize}"
-                raise ValueError(f"bitsandbytes has blocks of {sizes}; what works: {scheme.group} and {BLOCK_SCALES}")
+                raise ValueError(f"bitsandbytes has blocks of {sizes}; allowed: {scheme.group} and {BLOCK_SCALES}")
             wide = nested.repeat_interleave(BLOCK_SCALES)[: codes.numel()].view_as(codes)
             scales.append(table[codes.int()] * wide + state.nested_offset)
         return torch.cat(scales)

@@ -85,7 +85,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     dtype = DTYPES[settings.model.dtype]
     kv_dtype = KV_DTYPES[settings.memory.kv_dtype or settings.model.dtype]
     vocab_size = sampled_vocab_size(settings)
-    check_unchanged(settings.model.files, "since the engine was made")
+    check_unchanged(settings.model.files)
     shard = _shard(settings, device)
     memory = DeviceMemory(device, shard.group)
     place = "machine" if device.type == "cpu" else "GPU"
@@ -263,7 +263,7 @@ def _load_draft(
     settings = replace(
         settings, model=draft.model, runner=replace(settings.runner, attention_backend=draft.attention_backend)
     )
-    check_unchanged(draft.model.files, "since the engine was made")
+    check_unchanged(draft.model.files)
     config, options, _ = _options(settings, WHOLE)
     model = _model(settings, config, options)
     shape = dataclasses.replace(model.attention_shape, dtype=options.dtype)

@@ -37,7 +37,7 @@ from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts, rows_with_drafts
-from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, sample_one_by_one
+from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, must_sample_one_by_one
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
 from aioengine.runner.timing import profiled
@@ -414,7 +414,7 @@ class ModelRunner:
         """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
         if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
             return False
-        return not any(sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
+        return not any(must_sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
     def _compute_drafts(
         self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts, pooled: PooledRows | None
@@ -431,7 +431,7 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
             num_drafts = None if drafts.on_device is None else counts
             step = self._graphs.replay_with_drafts(rows, first_tokens, num_drafts)
-            if not any(sample_one_by_one(sampled, first_tokens.records)):
+            if not any(must_sample_one_by_one(sampled, first_tokens.records)):
                 return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]

@@ -307,7 +307,7 @@ class WeightLoader:
             raise _RefusedError("this engine cannot release memory; give its constructor enable_memory_saver=True")
         if "weights" in tags and not self._loaded.are_kept:
             raise _RefusedError(
-                "weights that came by tensor would be lost; enable_weights_cpu_backup=True keeps a copy"
+                "weights that were given as tensors would be lost; enable_weights_cpu_backup=True keeps a copy"
             )
         if "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
             raise _RefusedError("the weights of a model in transformers' code cannot be released")

@@ -384,7 +384,7 @@ def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Ten
         ValueError: the dtype is not supported, or the file was changed.
     """
     if entry.dtype not in DTYPES:
-        raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; what works: {', '.join(DTYPES)}")
+        raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; allowed: {', '.join(DTYPES)}")
     content = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     file.seek(entry.begin)
     if file.readinto(content.numpy()) != entry.num_bytes:  # type: ignore[attr-defined]

@@ -233,12 +233,12 @@ def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End 
         return End(uid, FinishCode.LENGTH)
     least = num_prompt + 1 if generates else num_prompt
     if least > context_length:
-        limit, advice = f"the context holds {context_length}", "shorten it"
+        limit, advice = f"{context_length} (the context)", "shorten it"
     elif least > pool_tokens:
-        limit, advice = f"the KV pool holds {pool_tokens}", "shorten it or raise max_total_tokens"
+        limit, advice = f"{pool_tokens} (the KV pool)", "shorten it or raise max_total_tokens"
     else:
         return None
-    message = f"the prompt has {num_prompt} tokens, {limit} with the output; {advice}"
+    message = f"the prompt has {num_prompt} tokens; prompt and output together may have at most {limit}; {advice}"
     return End(uid, FinishCode.TOO_LARGE, message=message)
 
 

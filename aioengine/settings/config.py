@@ -191,7 +191,7 @@ class SupervisionConfig(Struct, frozen=True, kw_only=True):
             the engine ends; with 0, after the first.
         stall_timeout_s: a process without progress for this time is replaced. Every step must be shorter, even a
             prefill chunk of a large model on two cores.
-        keeps_tensors: copies of new weights that come by tensor are kept for new processes.
+        keeps_tensors: copies of new weights that are given as tensors are kept for new processes.
     """
 
     executor: str = "process"

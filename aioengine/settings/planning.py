@@ -136,7 +136,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         served = f"{self.max_requests:,} of this length at a time"
         if not self.fits:
             pool = "too small for one request of the context length"
-            served = "none; take a larger device" + (", or a dtype of fewer bits" if self.dtype == "float32" else "")
+            served = "none; use a larger device" + (", or a dtype of fewer bits" if self.dtype == "float32" else "")
             if self.longest_context:
                 served = f"none; context_length={self.longest_context} is the most that fits"
         rows = {

@@ -174,7 +174,7 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
         return None
     if num_ranks not in model.rank_counts:
         counts = ", ".join(map(str, model.rank_counts))
-        raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; what works: {counts}")
+        raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; allowed: {counts}")
     if config.draft_model is not None and config.draft_model.draft_head:
         wanted = f"speculative_algorithm={config.speculation.algorithm!r}"
         raise ValueError(f"tp_size={num_ranks} does not work with {wanted} yet; 'NGRAM' and 'STANDALONE' work")

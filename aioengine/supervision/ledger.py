@@ -108,8 +108,8 @@ MAX_FINISHED_TOKENS: Final = 16_384
 """Longer outputs are not kept."""
 
 LOST_WEIGHTS: Final = (
-    "the weights that came by tensor were lost with their process, so a part of them is not enough: send all tensors "
-    "between begin_weight_update and end_weight_update, or load a checkpoint"
+    "the weights that were given as tensors were lost with their process, so a part of them is not enough: send all "
+    "tensors between begin_weight_update and end_weight_update, or load a checkpoint"
 )
 
 _OWN_CALL: Final = -1
@@ -260,8 +260,8 @@ class Ledger:
         return len(self._requests)
 
     @property
-    def holds_back(self) -> bool:
-        """Whether there are reports to take, or there may be unsent requests."""
+    def has_unsent(self) -> bool:
+        """Whether there are unsent reports, or may be unsent requests."""
         if self._ended or self.controls.lost:
             return True
         return bool(self._requests) and (not self.is_connected or self._quarantine.retried is not None)
@@ -321,7 +321,7 @@ class Ledger:
             elif not request.has_begun:
                 self._end(End(uid, abort.code, message=abort.message, ended_at=now))
         due: list[ToScheduler] = [Abort(sent, abort.code, abort.message)] if sent else []
-        if self.holds_back and self.is_connected:
+        if self.has_unsent and self.is_connected:
             self._quarantine.choose_next()
             due += self._release()
         return due
@@ -474,8 +474,8 @@ class Ledger:
         """End all requests, because the weights that computed them are lost."""
         weights = self.controls.weights
         text = (
-            f"{reason}, and the weights of version {weights.version!r}, which came by tensor, are lost with it; new "
-            f"requests get version {weights.disk_version!r}; enable_weights_cpu_backup=True keeps a copy of tensors"
+            f"{reason}, and the weights of version {weights.version!r}, which were given as tensors, are lost with "
+            f"it; new requests get version {weights.disk_version!r}; enable_weights_cpu_backup=True keeps a copy"
         )
         for uid in list(self._requests):
             self._end(End(uid, FinishCode.FAILED, stage=CRASH_STAGE, message=text, ended_at=now))

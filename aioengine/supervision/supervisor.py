@@ -231,7 +231,7 @@ class Supervisor:
         self.ledger.expire(time.monotonic())
         if reports := self.ledger.take_reports():
             self._events.on_messages(reports)
-        if self.ledger.holds_back:
+        if self.ledger.has_unsent:
             self._report_later()
 
     # ------------------------------------------------------------ losses

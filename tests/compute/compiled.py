@@ -8,6 +8,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -44,11 +47,18 @@ def compile_for_hopper(
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, GluonDescriptor):
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{block}]>"
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=HOPPER, options=dict(options))
     assert compiled.metadata.shared <= SHARED_BYTES, f"{kernel.__name__}: {compiled.metadata.shared} bytes"
+    if kernel.is_gluon():  # ptxas 12.8 may load spilled registers before it stores them
+        assert " STL" not in compiled.asm["sass"], f"{kernel.__name__} spills registers"
     return compiled

@@ -171,7 +171,7 @@ def test_other_type_than_that_of_the_open_layer_is_refused(tmp_path: Path) -> No
     write(path, "llama", "Q4_K")
     model = build_model(path, is_on_cpu=False)
     write(path, "llama", "Q6_K")
-    with pytest.raises(ValueError, match="is of type Q6_K; what works: Q4_K"):
+    with pytest.raises(ValueError, match="is of type Q6_K; allowed: Q4_K"):
         load(model, path)
 
 

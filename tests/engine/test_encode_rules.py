@@ -107,7 +107,7 @@ async def test_truncate_prompt_tokens_makes_long_prompts_fit(world: World, promp
         ({"prompt": "a", "truncate_prompt_tokens": 2.0}, TypeError, "truncate_prompt_tokens"),
         ({"prompt": "a", "truncate_prompt_tokens": True}, TypeError, "truncate_prompt_tokens"),
         ({"prompt": "a", "add_special_tokens": 1}, TypeError, "add_special_tokens must be True or False, got 1"),
-        ({"input_ids": [5], "add_special_tokens": True}, ValueError, "add_special_tokens=True is for text"),
+        ({"input_ids": [5], "add_special_tokens": True}, ValueError, "add_special_tokens=True works only for text"),
     ],
 )
 async def test_misuse_is_refused_at_the_call(

@@ -76,7 +76,7 @@ WRONG_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"prompt": ["a"], "image_data": [None, "x.png"]}, ValueError, "image_data has 2 entries for 1 prompt;"),
     ({"prompt": "a", "return_routed_experts": 0}, ValueError, "only False or None is accepted"),
     ({"prompt": "a", "return_logprobs": False}, TypeError, "did you mean 'return_logprob'"),
-    ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); there are prompt, "),
+    ({"prompts": ["a"]}, TypeError, r"unexpected argument 'prompts' \(did you mean 'prompt'\?\); allowed: prompt, "),
     ({"prompt": 5, "sampling_parms": {}}, TypeError, "did you mean 'sampling_params'"),
     ({"input_ids": np.array([1.0, 2.0])}, TypeError, "input_ids entries must be an integer.* got 1.0 of type float"),
     ({"input_ids": np.array(5)}, TypeError, "input_ids must be a list of token ids"),
@@ -158,7 +158,7 @@ async def test_drawn_seeds_can_be_sent_back_by_a_browser(world: World) -> None:
         (
             [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "audio"}]}],
             ValueError,
-            r"part 1 of messages\[0\] is of type 'audio'; there are text, image and image_url",
+            r"part 1 of messages\[0\] is of type 'audio'; allowed: text, image, image_url",
         ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],

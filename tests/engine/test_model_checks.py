@@ -194,7 +194,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "missing tensor": (with_tensors(without="model.norm.weight"), "1 tensor missing: model.norm.weight"),
     "unexpected tensor": (with_tensors(model__extra=(16,)), "not expected by this model: model.extra"),
-    "wrong type": (with_tensors(dtype="I32"), "is of type I32; what works: F64"),
+    "wrong type": (with_tensors(dtype="I32"), "is of type I32; allowed: F64"),
     "weights in another form": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
         "pytorch_model.bin, which is not read because it may run code. Convert .*save_pretrained",
@@ -287,7 +287,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "missing key": (with_config(intermediate_size=None), "config.json': .*intermediate_size"),
     "another task": (
         with_config(architectures=["MistralForVision"]),
-        r"config.json': .*architectures \['MistralForVision'\] is not implemented; what works: ...ForCausalLM",
+        r"config.json': .*architectures \['MistralForVision'\] is not implemented; allowed: ...ForCausalLM",
     ),
     "many layers": (
         with_config(num_hidden_layers=10_000),
@@ -295,11 +295,11 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "a million layers": (
         with_config(num_hidden_layers=10**6),
-        "num_hidden_layers 1000000 is not implemented; what works: 1 to 16384",
+        "num_hidden_layers 1000000 is not implemented; allowed: 1 to 16384",
     ),
     "a negative number of heads": (
         with_config(num_key_value_heads=-2),
-        "num_key_value_heads -2 is not implemented; what works: 1 to",
+        "num_key_value_heads -2 is not implemented; allowed: 1 to",
     ),
     **{
         f"{name} of {value:.0e}": (with_config(**{name: value}), f"{name}.* (1 to|Integer value out of range)")
@@ -309,7 +309,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     **{
         f"{name} of {value}": (
             with_config(**{name: value}),
-            f"config.json.*{name}.* (is not implemented; what works)",
+            f"config.json.*{name}.* (is not implemented; allowed)",
         )
         for name, value in (
             ("rope_theta", 0),
@@ -324,7 +324,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     **{
         f"rope of {changes}": (
             with_config(rope_scaling={"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | changes),
-            f"{list(changes)[-1]} .* is not implemented; what works|config.json.*: rope_scaling makes",
+            f"{list(changes)[-1]} .* is not implemented; allowed|config.json.*: rope_scaling makes",
         )
         for changes in (
             {"rope_type": "yarn", "factor": 0.5},
@@ -357,7 +357,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "heads that do not divide": (
         with_config(num_attention_heads=3),
-        "num_key_value_heads 2 is not implemented; what works: a divisor of num_attention_heads \\(3\\)",
+        "num_key_value_heads 2 is not implemented; allowed: a divisor of num_attention_heads \\(3\\)",
     ),
     "nested lists": (with_config(architectures=[["MistralForCausalLM"]]), "config.json': .*architectures"),
     "wrong value": (with_config(hidden_act="swiglu"), "config.json': .*hidden_act"),
@@ -367,7 +367,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     ),
     "a sliding window in some layers of mistral": (
         with_config(sliding_window=128, layer_types=["sliding_attention", "full_attention"]),
-        "layer_types .* is not implemented; what works: only sliding_attention if",
+        "layer_types .* is not implemented; allowed: only sliding_attention if",
     ),
 }
 

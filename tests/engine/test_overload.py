@@ -30,7 +30,7 @@ class TestRefusingLate:
             in_line = [engine.async_generate("a", TWENTY, priority=1) for _ in range(8)]
             await until(lambda: engine.stats()["num_waiting"] > 5)
             for options in ({"queue_timeout": 0.05}, {"first_token_timeout": 0.05}, {"timeout": 0.05}):
-                with pytest.raises(EngineOverloadedError, match="would come too late") as caught:
+                with pytest.raises(EngineOverloadedError, match="would miss its deadline") as caught:
                     await engine.async_generate("b", TWENTY, refuse_late=True, **options)  # type: ignore[call-overload]
                 assert 0 < caught.value.retry_after < 10
                 with pytest.raises(EngineOverloadedError):

@@ -86,7 +86,7 @@ async def test_the_line_moves_when_rows_end() -> None:
         lengths = [{"max_new_tokens": 1 + 9 * (row == 0)} for row in range(40)]
         batch = engine.async_generate(input_ids=prompts(40), sampling_params=lengths)
         await until(lambda: len(world.double.live) == 40)
-        with pytest.raises(EngineOverloadedError, match="prompt tokens that wait"):
+        with pytest.raises(EngineOverloadedError, match="prompt tokens are waiting"):
             engine.async_generate("a")
         admitted = asyncio.create_task(engine.admit())
         await asyncio.sleep(0.01)

@@ -74,7 +74,7 @@ def check_attention(
     )  # fmt: skip
     num_pages = length // PAGE_SIZE + 10
     size = kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE)
-    pool = torch.randn(size, device="cuda", dtype=dtype).to(FP8 if is_fp8 else dtype)
+    pool = torch.full(size, torch.nan, device="cuda", dtype=dtype).to(FP8 if is_fp8 else dtype)  # not yet written
     heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
     table = (torch.randperm(num_pages - 1) + 1).tolist()
     attention = build(shape, pool)

@@ -103,7 +103,7 @@ async def test_tensors_on_the_gpu_and_released_memory(tmp_path: Path) -> None:
         await check()
         name, tensor = tensors[0]
         assert await engine.get_weights_by_name(name, 2) == tensor[:2].float().tolist()
-        with pytest.raises(RuntimeError, match="weights that came by tensor would be lost"):
+        with pytest.raises(RuntimeError, match="weights that were given as tensors would be lost"):
             await engine.release_memory_occupation("weights")
         memory: Any = (await engine.get_server_info())["memory"]
         free = torch.cuda.mem_get_info()[0]

@@ -81,7 +81,7 @@ async def test_control_call_that_raises_fails_alone() -> None:
 def test_unknown_control_call_is_refused_with_the_known_names() -> None:
     reply = Loop().call("load_adaptor")
     assert (reply.success, reply.stage) == (False, "")
-    assert reply.message.startswith("unknown control call 'load_adaptor'; there are flush_cache, pause, continue, ")
+    assert reply.message.startswith("unknown control call 'load_adaptor'; allowed: flush_cache, pause, continue, ")
     assert reply.message.endswith("stop_profile, echo")
 
 

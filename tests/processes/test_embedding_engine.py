@@ -89,7 +89,7 @@ def test_dimensions_norm_and_prompts(embedder: Engine, reference: Reference) -> 
 
 
 def test_long_texts_are_refused_or_cut(embedder: Engine, reference: Reference) -> None:
-    with pytest.raises(RequestTooLargeError, match=f"and {MAX_TOKENS} fit; truncate=True cuts its end"):
+    with pytest.raises(RequestTooLargeError, match=f"at most {MAX_TOKENS} are allowed; truncate=True cuts its end"):
         embedder.encode(LONG)
     outs = embedder.encode([LONG, "a dog"], truncate=True)
     np.testing.assert_allclose(outs[0]["embedding"], unit(reference.vector(LONG)), atol=1e-5)
@@ -116,7 +116,7 @@ def test_a_long_batch_keeps_its_order(embedder: Engine) -> None:
         (lambda llm: llm.encode("a", dimensions=49), ValueError, "dimensions must be at most 48 .*got 49"),
         (lambda llm: llm.encode("a", prompt_name="x"), ValueError, "prompt_name 'x' .*'query', 'document'"),
         (lambda llm: llm.rerank("a", ["b"]), ValueError, "rerank needs a cross-encoder.*task 'embed'"),
-        (lambda llm: llm.generate("a"), ValueError, "task of this model is 'embed'.*encode works"),
+        (lambda llm: llm.generate("a"), ValueError, "task 'embed'\\) does not generate; use encode"),
         (lambda llm: llm.encode(input_ids=[5, 10**6]), ValueError, "input_ids has 1000000, outside the vocabulary"),
     ],
 )

@@ -118,7 +118,7 @@ async def test_unsupported_use_of_images_in_sessions_is_reported(engine: AsyncEn
         await turn_of(engine, "x", sid, rid, offset=10)
     with pytest.raises(ValueError, match="history have 4 images; the limit is max"):
         await turn_of(engine, "<image> <image>", sid, rid, [ONE, TWO])
-    with pytest.raises(ValueError, match="has no image placeholder, and 1 image"):
+    with pytest.raises(ValueError, match="has 1 image but no placeholder"):
         await turn_of(engine, "x", sid, rid, ONE)
     with pytest.raises(ValueError, match=r"has 1 image placeholder .* for 0 images"):
         await turn_of(engine, "x <image>", sid, rid)

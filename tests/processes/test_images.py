@@ -172,7 +172,7 @@ def stand_ins() -> dict[bytes, bytes]:
 @pytest.mark.parametrize(
     ("prompt", "images", "words"),
     [
-        ("no placeholder", b"x", r"no image placeholder, and 1 image; write <image> in it for each"),
+        ("no placeholder", b"x", r"1 image but no placeholder; write <image> once for each image"),
         ("<image> <image>", None, "has 2 image placeholders .* for 0 images"),
         ("<image> <image>", [b"PICTURE"], r"has 2 image placeholders .* for 1 image; .*\(or 16, "),
         ("<image>", [b"x"] * 4, "image_data has 4 images; the limit is max_images_per_prompt=3"),
@@ -222,7 +222,7 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
         ({"type": "image", "image": b"x", "url": "y"}, "has both image and url"),
         ({"type": "image", "source": {"data": "eA=="}}, "has source; give an image as one of image, url, path"),
         ({"type": "image_url", "image_url": {}}, "image_url of part 0"),
-        ({"type": "video"}, "is of type 'video'; there are text, image and image_url"),
+        ({"type": "video"}, "is of type 'video'; allowed: text, image, image_url"),
         ({"type": "image"}, "without an image of their own in the messages: 1; images in image_data: 0"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):

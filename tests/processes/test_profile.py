@@ -78,7 +78,7 @@ def test_invalid_starts_and_stops_are_refused(engine: Engine, tmp_path: Path) ->
 
 async def test_async_engine_checks_the_arguments_of_a_profile(tmp_path: Path) -> None:
     async with fake_async_engine() as engine:
-        with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'.*there are output_dir, num_steps"):
+        with pytest.raises(TypeError, match="'num_step'.*did you mean 'num_steps'.*allowed: output_dir, num_steps"):
             await engine.start_profile(tmp_path, num_step=3)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="output_dir must be a path or None, got 3 of type int"):
             await engine.start_profile(3)  # type: ignore[arg-type]

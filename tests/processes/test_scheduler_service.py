@@ -172,7 +172,7 @@ def test_control_calls_are_answered_and_unknown_names_are_listed() -> None:
     assert "objects" in loop.call("freeze_gc").message
     unknown = loop.call("flush_cash")
     assert not unknown.success
-    assert "unknown control call 'flush_cash'; there are flush_cache, pause, continue" in unknown.message
+    assert "unknown control call 'flush_cash'; allowed: flush_cache, pause, continue" in unknown.message
 
 
 def test_failed_control_call_has_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:

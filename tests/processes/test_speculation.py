@@ -244,7 +244,7 @@ def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders:
         "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "reads layers 1, 2, 9"),
         "outputs": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "reads layers 1, 2, 10"),
         "type": ({"model_type": "qwen3"}, "model_type 'qwen3' is not implemented"),
-        "blocks": ({"num_hidden_layers": 2}, "what works: 1"),
+        "blocks": ({"num_hidden_layers": 2}, "allowed: 1"),
         "norm": ({"norm_before_fc": True}, "norm_before_fc"),
         "kind": ({"speculators_model_type": "dflash"}, "speculators_model_type 'dflash' is not implemented"),
     }

@@ -202,13 +202,13 @@ async def test_requests_end_if_their_tensors_are_lost(
     await until_tokens(engine, 10)
     kill_scheduler(engine)
     with pytest.raises(
-        RequestError, match=r"weights of version 'v2', which came by tensor, are lost .*_cpu_backup=True"
+        RequestError, match=r"weights of version 'v2', which were given as tensors, are lost .*_cpu_backup=True"
     ):
         await task
     assert (await engine.get_model_info())["weight_version"] == "v3"
     assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
     result = await engine.update_weights_from_tensor({"lm_head.weight": tensors["v2"]["lm_head.weight"]})
-    assert "the weights that came by tensor were lost with their process" in result.message
+    assert "the weights that were given as tensors were lost with their process" in result.message
     assert await engine.begin_weight_update()
     assert await engine.update_weights_from_tensor(tensors["v2"])
     assert await engine.end_weight_update(weight_version="v2")

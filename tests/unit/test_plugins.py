@@ -24,7 +24,7 @@ def test_load_returns_the_plugin() -> None:
 def test_unknown_name_is_refused_with_known_names() -> None:
     with pytest.raises(ValueError, match="no plug-in 'fcsf' .did you mean 'fcfs'"):
         plugins.load("scheduler/policies", "fcsf")
-    with pytest.raises(ValueError, match=r"no plug-in 'xyz'; there are fcfs, longest_prefix, priority"):
+    with pytest.raises(ValueError, match=r"no plug-in 'xyz'; allowed: fcfs, longest_prefix, priority"):
         plugins.load("scheduler/policies", "xyz")
 
 
@@ -56,7 +56,7 @@ def test_broken_plugin_does_not_affect_others(folder_of_plugins: str) -> None:
 def test_aliases_load_from_other_files(folder_of_plugins: str) -> None:
     assert plugins.load(folder_of_plugins, "best") == "good"
     assert plugins.load(folder_of_plugins, "other") == "other"
-    with pytest.raises(ValueError, match="there are best, broken, good, other"):
+    with pytest.raises(ValueError, match="allowed: best, broken, good, other"):
         plugins.load(folder_of_plugins, "_parts")
 
 

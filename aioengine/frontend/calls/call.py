@@ -185,7 +185,7 @@ class CallRow:
         """Return the error of a row with this end; None: the row has an answer."""
         return answers.error(end)
 
-    def free_logprobs(self, num_kept: int = 0) -> None:
+    def keep_logprobs(self, num_kept: int) -> None:
         """Free the memory reserved for its logprobs, except ``num_kept`` bytes."""
         num_bytes = max(0, self.num_logprob_bytes - num_kept)
         self.num_logprob_bytes -= num_bytes
@@ -238,7 +238,7 @@ class CallRow:
         if self.final_info is not None and self.call.is_stream:
             self.call.num_held -= 1
             if self.num_logprob_bytes:
-                self.free_logprobs()
+                self.keep_logprobs(0)
         return chunk
 
     def answer(self) -> Answer:
@@ -352,6 +352,7 @@ class Call:
     """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
 
     Attributes:
+        request: its checked arguments. This attribute and ``results`` are missing until ``set_request``.
         number: the number of the call in the engine, from 1; 0: not registered.
         deadlines: name in a finish reason -> absolute time. timer: for the next of them. ids: its ids in ``CallIds``.
         is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
@@ -389,7 +390,7 @@ class Call:
     request: CallRequest = field(init=False)
     rid: str = ""
     is_stream: bool = False
-    returns_exceptions: bool = False
+    rows_fail_alone: bool = False
     deadlines: dict[str, float] = field(default_factory=dict)
     number: int = 0
     ids: list[str] = field(default_factory=list)
@@ -430,7 +431,7 @@ class Call:
         self.request = request
         self.rid = request.rid or os.urandom(16).hex()
         self.is_stream = request.is_stream
-        self.returns_exceptions = request.returns_exceptions and request.gives_batch
+        self.rows_fail_alone = request.returns_exceptions and request.gives_batch
         self.num_open = request.num_rows
         self.is_over = self.num_open == 0
         if not self.is_stream:
@@ -463,8 +464,8 @@ class Call:
     @property
     def has_unread(self) -> bool:
         """Whether its reader has something to take."""
-        is_waiting = not self.is_stream and bool(self.results)
-        return bool(self.ready) or (is_waiting and self.error is None and not self.is_left)
+        has_answer = not self.is_stream and bool(self.results)
+        return bool(self.ready) or (has_answer and self.error is None and not self.is_left)
 
     def row_rid(self, index: int) -> str:
         """Return the id of a row: the id of its prompt or of the call, followed by the numbers of prompt and sample."""
@@ -487,7 +488,7 @@ class Call:
         """Add the row that is started next."""
         self.live[row.index] = row
         self.num_held += 1
-        if self.request.resume_ttl_s is not None:
+        if self.is_attachable:
             self.kept_row = row
 
     def accept(self) -> None:
@@ -516,7 +517,7 @@ class Call:
         self.is_over = self.is_over or self.num_open == 0
         if self.on_row_end is not None:
             self.on_row_end(row, row.final_info, row.error)
-        if row.error is not None and not self.returns_exceptions:
+        if row.error is not None and not self.rows_fail_alone:
             self.fail(answers.named(row.error, row.prompt_index, self.request.num_prompts))
         elif self.is_stream:
             if not row.has_unread:

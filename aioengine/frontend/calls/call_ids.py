@@ -65,8 +65,21 @@ class CallIds:
         request.num_registered = len(request.prompts)
 
     def find(self, rid: str) -> tuple[Call, range] | None:
-        """Return the call and the rows of an id, or of an id with ``_0``, ``_1`` ... appended."""
-        return _find(self._owners, rid)
+        """Return the call and the rows of a known id, or of one with ``_0``, ``_1`` ... appended."""
+        numbers: list[str] = []
+        while (owner := self._owners.get(rid)) is None:
+            rid, separator, number = rid.rpartition("_")
+            if not separator or len(numbers) == MAX_PARTS:
+                return None
+            numbers.append(number)
+        rows, widths = _rows(*owner)
+        for number in reversed(numbers):
+            if not widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
+                return None
+            rows, widths = rows[int(number) * widths[0] :][: widths[0]], widths[1:]
+            if not rows:
+                return None
+        return owner[0], rows
 
     def _check_free(self, call: Call, rid: str) -> None:
         """Check a new id. Free the known id of another call that is over.
@@ -106,24 +119,6 @@ def _rows(call: Call, prompt_index: int) -> tuple[range, tuple[int, ...]]:
     if request.is_batch and request.rids is None:
         widths = (samples, *widths)
     return range(request.num_rows), widths
-
-
-def _find(owners: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
-    """Return the rows of a known id, or of a known id with one or two numbers appended. Any string is allowed."""
-    numbers: list[str] = []
-    while (owner := owners.get(rid)) is None:
-        rid, separator, number = rid.rpartition("_")
-        if not separator or len(numbers) == MAX_PARTS:
-            return None
-        numbers.append(number)
-    rows, widths = _rows(*owner)
-    for number in reversed(numbers):
-        if not widths or not number.isdecimal() or len(number) > MAX_DIGITS or str(int(number)) != number:
-            return None
-        rows, widths = rows[int(number) * widths[0] :][: widths[0]], widths[1:]
-        if not rows:
-            return None
-    return owner[0], rows
 
 
 def _repeated_id(rid: str) -> ValueError:

@@ -77,7 +77,7 @@ class Calls:
         self.num_opened += 1
         call.number = self.num_opened
         self.opened[call] = None
-        if call.request.resume_ttl_s is not None:
+        if call.is_attachable:
             self.attachments.add(call)
 
     def start(self, call: Call) -> None:
@@ -140,7 +140,7 @@ class Calls:
         call, prompt_index, num_prompt_tokens = row.call, row.prompt_index, len(row.prompt_token_ids)
         if (rules := call.request.logprobs_of(prompt_index)) is not None:
             num_positions = rules.num_prompt_positions(num_prompt_tokens) + max(1, row.num_output)
-            row.free_logprobs(0 if row.error else rules.position_bytes * num_positions)
+            row.keep_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
             self._images.row_ended(call, prompt_index)
         self._limits.end_row(call, prompt_index, num_prompt_tokens, now)
@@ -162,11 +162,10 @@ class Calls:
             if call.timer is not None:
                 call.timer.cancel()
             self._limits.release(call, now)
-            is_attachable = request.resume_ttl_s is not None
-            if call.num_logprob_bytes and (is_attachable or not call.has_unread):
+            if call.num_logprob_bytes and (call.is_attachable or not call.has_unread):
                 call.free_logprobs()
             request.clear()
-        if is_attachable:
+        if call.is_attachable:
             self.attachments.ended(call)
         else:
             self._free_ids(call)
@@ -252,7 +251,7 @@ class Calls:
         """End a call with a copy of ``error``. If exceptions are returned in place, end each of its rows."""
         error = copy(error)
         with self._lock:
-            if call.returns_exceptions and not call.is_over:
+            if call.rows_fail_alone and not call.is_over:
                 now = time.monotonic()
                 for row in list(call.live.values()):
                     end = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)

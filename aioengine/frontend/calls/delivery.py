@@ -55,7 +55,8 @@ class Delivery:
         if chunks.tokens.extras or self._waiting:
             num_bytes = sum(len(extra.data) + EXTRA_BYTES for extra in chunks.tokens.extras)
             # a message that is too large for any iteration is read alone, at the start of one
-            if self._waiting or num_bytes > self._bytes_left < MAX_EXTRA_BYTES:
+            is_large = num_bytes > self._bytes_left and self._bytes_left < MAX_EXTRA_BYTES
+            if self._waiting or is_large:
                 self._waiting.append(chunks)
                 if len(self._waiting) == 1:
                     asyncio.get_running_loop().call_soon(self._deliver_waiting)

@@ -123,11 +123,11 @@ class QueueLimits:
         call.num_rows_of[prompt_index] = num_rows + 1
 
     @property
-    def free_logprob_bytes(self) -> int:
+    def num_free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
     def reserve_logprobs(self, row: CallRow, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``CallRow.free_logprobs``.
+        """Reserve memory for the logprobs of a row, until ``CallRow.keep_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit with the other rows of its call.
@@ -140,7 +140,7 @@ class QueueLimits:
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
             )
-        if num_bytes > self.free_logprob_bytes:
+        if num_bytes > self.num_free_logprob_bytes:
             message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
         call.on_logprobs_freed = self._count_freed_logprobs
@@ -215,10 +215,10 @@ class QueueLimits:
         config = self._config
         num_waiting = self.num_calls + len(self._reserved) - self._max_running
         if num_waiting >= config.max_requests:
-            return f"calls that wait: {num_waiting} (max_queued_requests={config.max_requests})"
+            return f"{num_waiting} calls are waiting (max_queued_requests={config.max_requests})"
         tokens_waiting = self.num_tokens - self._max_total_tokens
         if tokens_waiting >= config.max_tokens:
-            return f"prompt tokens that wait: {tokens_waiting} (max_queued_tokens={config.max_tokens})"
+            return f"{tokens_waiting} prompt tokens are waiting (max_queued_tokens={config.max_tokens})"
         if self.num_bytes >= config.max_bytes:
             return f"the prompts of open calls have {self.num_bytes} bytes (max_queued_bytes={config.max_bytes})"
         return None

@@ -24,12 +24,12 @@ def embeds_prompt(name: str, value: object, rules: EncodeRules = DEFAULT_RULES) 
         TypeError, ValueError: it is not a float array [tokens, D] of finite numbers, nor lists of such numbers.
     """
     if rules.add_special_tokens:
-        raise ValueError(f"add_special_tokens=True is for text, and {name} has embeddings")
+        raise ValueError(f"add_special_tokens=True works only for text, and {name} has embeddings")
     rows = _rows(name, value)
     try:
         array = np.asarray(rows if rules.keep_last is None else rows[-rules.keep_last :])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be {ALLOWED}, and cannot be made one: {error}") from None
+        raise TypeError(f"{name} must be {ALLOWED}, and cannot be converted: {error}") from None
     if array.dtype.kind != "f":
         raise TypeError(f"{name} must be {ALLOWED}, got an array of {array.dtype}")
     if array.ndim != 2 or not array.size:

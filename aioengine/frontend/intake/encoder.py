@@ -83,7 +83,7 @@ class TextSizes(NamedTuple):
 
     def _check_tokens(self, least: int) -> None:
         if least > self.max_tokens:
-            limit = f"{self.max_tokens} fit (the smaller of context_length and max_total_tokens)"
+            limit = f"at most {self.max_tokens} are allowed (the smaller of context_length and max_total_tokens)"
             raise RequestTooLargeError(f"the prompt has at least {least} tokens; {limit}")
 
 
@@ -217,7 +217,8 @@ class PoolEncoder(NamedTuple):
             return self.tokenizer.encode_cut(*pair, self.max_tokens)
         kind = "text" if prompt.second is None else "pair of texts"
         return RequestTooLargeError(
-            f"the {kind} has at least {len(ids)} tokens, and {self.max_tokens} fit; truncate=True cuts its end"
+            f"the {kind} has at least {len(ids)} tokens; at most {self.max_tokens} are allowed; "
+            "truncate=True cuts its end"
         )
 
 

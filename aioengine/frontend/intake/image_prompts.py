@@ -134,8 +134,8 @@ class PromptImages:
             if isinstance(encoded, list):
                 if sources and self.placeholder_id not in encoded:
                     images = checks.counted(len(sources), "image")
-                    hint = f"write {self._family.placeholder} in it for each"
-                    raise ValueError(f"the prompt has no image placeholder, and {images}; {hint}")
+                    hint = f"write {self._family.placeholder} once for each image"
+                    raise ValueError(f"the prompt has {images} but no placeholder; {hint}")
                 check_count(encoded, self.placeholder_id, len(sources))
         except (TypeError, ValueError) as error:
             done(error, 0.0)

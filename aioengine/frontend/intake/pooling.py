@@ -39,8 +39,8 @@ def completed(pooled: Pooled | None, model: ModelSettings) -> Pooled | None:
     if pooled is None:
         if model.task == "generate":
             return None
-        which = "encode works" if model.task == "embed" else "encode and rerank work"
-        raise ValueError(f"the task of this model is '{model.task}', and it generates nothing; {which}")
+        methods = "encode()" if model.task == "embed" else "encode() or rerank()"
+        raise ValueError(f"this model (task '{model.task}') does not generate; use {methods}")
     settings, task = model.pooling, model.task
     vector_size = settings.num_labels or model.hidden_size
     if pooled.gives_scores and (task != "classify" or settings.num_labels != 1):

@@ -216,7 +216,7 @@ def ids_prompt(
         TypeError, ValueError: the value is not a list of ids, or empty.
     """
     if rules.add_special_tokens:
-        raise ValueError(f"add_special_tokens=True is for text, and {name} has ids; put the special ones among them")
+        raise ValueError(f"add_special_tokens=True works only for text; put the special token ids into {name}")
     entries = checks.sequence(name, value, allowed=IDS)
     if not entries and not may_be_empty:
         raise ValueError(f"{name} is empty; give at least one token id")
@@ -281,7 +281,7 @@ def _part(name: str, value: object, images: list[ImageSource | None]) -> dict[st
         images.append(part_source(name, part | {"type": kind}))
         return {"type": "image"}
     if kind != "text":
-        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; there are text, image and image_url")
+        raise ValueError(f"{name} is of type {checks.shown(part.get('type'))}; allowed: text, image, image_url")
     return part | {"type": "text", "text": checks.text(f"the text of {name}", part.get("text"))}
 
 

@@ -431,7 +431,7 @@ def _unexpected(name: str, known: tuple[str, ...]) -> TypeError:
     if name in ARGUMENTS or name in ALIASES:
         return TypeError(f"unexpected argument {name!r}: the constructor of the engine takes it")
     hint = checks.did_you_mean(name, (*known, *MISSING_OPTIONS))
-    return TypeError(f"unexpected argument {checks.shown(name)}{hint}; there are {', '.join(known)}")
+    return TypeError(f"unexpected argument {checks.shown(name)}{hint}; allowed: {', '.join(known)}")
 
 
 def _rid(value: object) -> str:

@@ -239,7 +239,7 @@ async def score(
     """Compute the items of a call, which share the beginning of their prompts.
 
     Raises:
-        RequestError: an item ended before its scores were there: it was aborted.
+        RequestError: an item ended before its scores were computed: it was aborted.
         Exception: the errors of ``generate`` and ``encode``.
     """
     num_items, labels = len(request.prompts), request.labels
@@ -279,7 +279,7 @@ async def score(
         elif given := info.get("output_token_ids_logprobs"):
             row = [-math.inf if logprob is None else logprob for logprob, _, _ in given[0]]
         else:
-            error = RequestError("schedule", f"it ended before its scores were there: {dict(info['finish_reason'])}")
+            error = RequestError("schedule", f"it ended before its scores were computed: {dict(info['finish_reason'])}")
             if not request.returns_exceptions:
                 raise error
             scores[index] = logprobs[index] = error

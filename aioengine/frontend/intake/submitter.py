@@ -181,7 +181,7 @@ class Submitter:
         The length of a prompt is not known yet, so each row counts an upper bound for the memory of its logprobs.
         """
         request = call.request
-        num_free_bytes, num_rows = self._limits.free_logprob_bytes, 0
+        num_free_bytes, num_rows = self._limits.num_free_logprob_bytes, 0
         prompt_index = call.num_started // request.num_samples
         while num_rows < min(limit, MAX_ROWS_AT_ONCE) and prompt_index < request.num_registered:
             if (rules := request.logprobs_of(prompt_index)) is not None:
@@ -301,7 +301,7 @@ class Submitter:
             _end_row(row, FinishCode.DEADLINE, matched=expired)
         else:
             try:
-                submit = self._submit_of(row, prompt_index, params)
+                submit = self._register(row, prompt_index, params)
             except (ValueError, EngineOverloadedError) as error:
                 _refuse_row(row, error)
                 return
@@ -333,7 +333,7 @@ class Submitter:
         call.add_row(row)
         return row
 
-    def _submit_of(self, row: CallRow, prompt_index: int, params: SamplingParams) -> Submit | None:
+    def _register(self, row: CallRow, prompt_index: int, params: SamplingParams) -> Submit | None:
         """Register a row and return the message that starts it; None: it generates nothing.
 
         Raises:
@@ -479,8 +479,10 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
     if not isinstance(encoded, list) or len(encoded) <= max_tokens:
         return encoded
     if isinstance(encoded, MediaIds):
-        sizes = f"{len(encoded)} tokens, including {encoded.num_image_tokens} for images, and {max_tokens} fit"
-        return RequestTooLargeError(f"the prompt has {sizes}; give smaller or fewer images")
+        return RequestTooLargeError(
+            f"the prompt has {len(encoded)} tokens, including {encoded.num_image_tokens} for images; "
+            f"at most {max_tokens} are allowed; give smaller or fewer images"
+        )
     if pooled.truncates:
         cut = encoded[:max_tokens]
         try:
@@ -488,4 +490,6 @@ def _fitting(encoded: Encoded, pooled: Pooled, max_tokens: int, check_ids: Calla
         except ValueError as error:
             return error
         return cut
-    return RequestTooLargeError(f"input_ids has {len(encoded)} tokens, {max_tokens} fit; truncate=True cuts the end")
+    return RequestTooLargeError(
+        f"input_ids has {len(encoded)} tokens; at most {max_tokens} are allowed; truncate=True cuts the end"
+    )

@@ -40,7 +40,7 @@ def session_params(value: object) -> SessionParams | None:
     for name in given:
         if name not in known:
             hint = checks.did_you_mean(str(name), known)
-            raise TypeError(f"session_params has no {checks.shown(name)}{hint}; there are {', '.join(known)}")
+            raise TypeError(f"session_params has no {checks.shown(name)}{hint}; allowed: {', '.join(known)}")
     if given.get("id") is None:
         raise ValueError("session_params has no id; give the one that open_session returned")
     rid, offset = given.get("rid"), given.get("offset")

@@ -15,7 +15,8 @@ With a window, splits and blocks that no token of a tile sees are skipped. This 
 the weights of positions before the window become exactly zero at the first visible position.
 
 A tile is several tokens of one row with all query heads of one kv head. ``attend`` computes the splits of a tile one
-after the other. ``attend_splits`` is for few rows of one token; it computes their splits in parallel.
+after the other; on Hopper, ``prompt_attention.py`` does this faster for most prompts. ``attend_splits`` is for few rows
+of one token; it computes their splits in parallel.
 
 The kernels also compute latent attention (arXiv 2405.04434) in its absorbed form: all query heads share one key per
 position, and the value is the first part of the key. So a key is read once, for the scores and for the weighted sums.
@@ -64,6 +65,8 @@ DECODE_ROWS = 16
 BLOCK = 64
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
+MOST_POSITIONS = EVEN_SPLITS.value * LARGE
+"""Positions of a row whose splits have one block of ``LARGE`` positions."""
 ONES = tl.constexpr(8)
 """Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
 

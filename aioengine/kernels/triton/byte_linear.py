@@ -13,21 +13,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next, wait_between_products
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import with_other_splits
+from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import activated, with_other_splits
 
 LARGEST = tl.constexpr(FP8_MAX)
 MAX_FP8_PAIRS = 64
 MAX_FP8_ROWS = 128
 """With more rows than ``MAX_FP8_PAIRS``, the inputs of fp8 weights are rounded to fp8."""
 MAX_INT8_PAIRS = 256
-MIN_COLUMNS, MAX_COLUMNS = 16, 128
+FEW_ROWS = 8
+"""Up to this number of rows, each program converts the inputs. For more rows, a kernel before the product does."""
+MAX_COLUMNS = 128
 """8-bit rows of a program."""
-OUTPUTS = 64
+LINES = 64
+"""Lines of the weight of a program."""
 FEW_OUTPUTS = 4096
 MANY_OUTPUTS = 16_384
 BLOCK = 128
@@ -35,6 +39,32 @@ PADDED_ROWS = 4
 FP8_LOW = tl.constexpr(32.0)
 INT8_LOW = tl.constexpr(254.0)
 """The second number of a pair is multiplied by this."""
+
+
+@triton.jit
+def _largest(values: tl.tensor) -> tl.tensor:
+    """Return the largest magnitude of each row [A, B], at least 1e-12; NaN if there is one in the row."""
+    bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)  # NaN is the largest of these integers
+    return tl.maximum(bits, 0x2B8CBCCC).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_pairs(values: tl.tensor, narrow: tl.constexpr, LOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return values [A, B] fp32 as pairs: high numbers and low numbers [A, B], and the scale of each row [A]."""
+    largest = _largest(values)
+    if narrow == tl.int8:
+        scale = largest / 127.0
+        values /= scale[:, None]
+        high = tl.floor(values + 0.5)
+        low = tl.floor((values - high) * LOW + 0.5)
+    else:  # the scale is a power of 2, so that the largest number is between 128 and 256
+        exponent = largest.to(tl.int32, bitcast=True) >> 23
+        scale = (exponent - 7 << 23).to(tl.float32, bitcast=True) + 0.0 * largest
+        values *= (261 - exponent << 23).to(tl.float32, bitcast=True)[:, None]  # exactly 1 / scale
+        bits = values.to(tl.int32, bitcast=True)  # ptxas 13.0 fails to convert fp8 that it has just rounded
+        high = (bits + 0x80000 & ~0xFFFFF).to(tl.float32, bitcast=True)  # 4 significant bits, as fp8 has
+        low = (values - high) * LOW
+    return high.to(narrow), low.to(narrow), scale
 
 
 @triton.jit(do_not_specialize=["num_padded"])
@@ -49,26 +79,14 @@ def _quantize_rows_kernel(
     columns = groups[:, None] * GROUP + tl.arange(0, WIDTH)[None, :]
     inside = columns < SIZE
     values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), 1), 1e-12)
-    has_nan = tl.max((values != values).to(tl.int32), 1) > 0
+    targets = numbers + row * SIZE + columns
     if LOW == 0:
-        scale = largest / LARGEST
-        tl.store(numbers + row * SIZE + columns, (values / scale[:, None]).to(narrow), mask=inside)
+        scale = _largest(values) / LARGEST
+        tl.store(targets, (values / scale[:, None]).to(narrow), mask=inside)
     else:
-        if narrow == tl.int8:
-            scale = largest / 127.0
-            values /= scale[:, None]
-            high = tl.floor(values + 0.5)
-            low = tl.floor((values - high) * LOW + 0.5)
-        else:  # the scale is a power of 2, so that the largest number is between 128 and 256
-            scale = ((largest.to(tl.int32, bitcast=True) >> 23) - 7 << 23).to(tl.float32, bitcast=True)
-            values /= scale[:, None]
-            bits = values.to(tl.int32, bitcast=True)  # ptxas 13.0 fails to convert fp8 that it has just rounded
-            high = (bits + 0x80000 & ~0xFFFFF).to(tl.float32, bitcast=True)  # 4 significant bits, as fp8 has
-            low = (values - high) * LOW
-        tl.store(numbers + 2 * row * SIZE + columns, high.to(narrow), mask=inside)
-        tl.store(numbers + (2 * row + 1) * SIZE + columns, low.to(narrow), mask=inside)
-    scale = tl.where(has_nan, float("nan"), scale)  # int8 has no NaN
+        high, low, scale = _as_pairs(values, narrow, LOW)
+        tl.store(targets, high, mask=inside)
+        tl.store(targets + num_padded.to(tl.int64) * SIZE, low, mask=inside)
     tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
 
@@ -81,7 +99,7 @@ def quantize_rows(x: Tensor, group: int, dtype: torch.dtype = FP8, low: float = 
     P is the next multiple of ``PADDED_ROWS``, as torch's products with several scales per row need; the last P - T rows
     are uninitialized. group: a power of two, or I.
 
-    low: return pairs [2 P, I] instead. Row 2 r, and row 2 r + 1 divided by this, add to row r of x. Errors are at most
+    low: return pairs [2 P, I] instead. Row r, and row P + r divided by this, add to row r of x. Errors are at most
     2 ** -15 of the largest number of the row. In fp8, bf16 numbers of at least 2 ** -13 of it have no error.
     """
     num_rows, size = x.shape
@@ -94,61 +112,130 @@ def quantize_rows(x: Tensor, group: int, dtype: torch.dtype = FP8, low: float = 
     return numbers, scales
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_numbers"])
+@triton.jit
+def _rows_of(pairs: tl.tensor, LOW: tl.constexpr) -> tl.tensor:
+    """Return the sums [LINES, ROWS] of pairs [LINES, 2 ROWS]: first the high numbers, then the low numbers."""
+    ROWS: tl.constexpr = pairs.shape[1] // 2
+    high, low = tl.split(tl.permute(tl.reshape(pairs, (pairs.shape[0], 2, ROWS)), (0, 2, 1)))
+    return high + low / LOW
+
+
+@triton.jit
+def _finished(
+    total: tl.tensor, scales: tl.tensor, bias: tl.tensor, lines: tl.tensor, SCALES: tl.constexpr
+) -> tl.tensor:
+    """Multiply the sums [LINES, ROWS] by the scales of their lines if there are ``SCALES``, and add the bias."""
+    if SCALES:
+        total *= tl.load(scales + lines)
+    if bias is not None:
+        total += tl.load(bias + lines).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_padded"])
 def _matmul_kernel(
     x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, partials: tl.tensor,
-    num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_numbers: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_padded: tl.tensor, num_lines: tl.tensor,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """LOW: of pairs; 0: the inputs are no pairs."""
+    """Multiply the result of ``quantize_rows``. LOW: of pairs; 0: no pairs.
+
+    GATED: half of the lines of a program are gates, and half are what they multiply.
+    """
+    HALF: tl.constexpr = LINES // 2
     split, tile = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    first = split * (SIZE // SPLITS)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
-    first_column = tl.program_id(2) * COLUMNS
-    columns = tl.minimum(first_column + tl.arange(0, COLUMNS), num_numbers - 1)[None, :]
-    clamped = tl.minimum(outputs, num_outputs - 1)
+    first, first_row = split * (SIZE // SPLITS), tl.program_id(2) * ROWS
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    if GATED:
+        places = tl.arange(0, LINES)
+        lines = tl.program_id(0) * HALF + places % HALF + places // HALF * (num_lines // 2)
+    clamped = tl.minimum(lines, num_lines - 1)[:, None]
+    columns = tl.arange(0, 2 * ROWS if LOW > 0 else ROWS)
+    columns = tl.minimum(first_row + columns % ROWS, num_rows - 1) + columns // ROWS * num_padded
     inner = first + tl.arange(0, BLOCK)
     line_pointers = weight + clamped.to(tl.int64) * SIZE + inner[None, :]
-    vectors = x + columns * SIZE + inner[:, None]
+    vectors = x + columns[None, :] * SIZE + inner[:, None]
     wait_and_start_next()
-    total = tl.zeros((OUTPUTS, COLUMNS), tl.float32)
+    total = tl.zeros((LINES, columns.shape[0]), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         products = tl.dot(tl.load(line_pointers + start), tl.load(vectors + start)).to(tl.float32)
         if GROUP < SIZE:
-            products *= tl.load(scales + (first + start) // GROUP * num_outputs + clamped)
+            products *= tl.load(scales + (first + start) // GROUP * num_lines + clamped)
         total += products  # in fp32: the instruction for fp8 adds with fewer bits
     is_last = True
     if SPLITS > 1:
         total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
     if is_last:
-        if LOW > 0:
-            high, low = tl.split(tl.reshape(total, (OUTPUTS, COLUMNS // 2, 2)))
-            result, rows = high + low / LOW, (first_column // 2 + tl.arange(0, COLUMNS // 2))[None, :]
-        else:
-            result, rows = total, first_column + tl.arange(0, COLUMNS)[None, :]
-        if GROUP == SIZE:
-            result *= tl.load(scales + clamped)
+        rows = (first_row + tl.arange(0, ROWS))[None, :]
+        result = _rows_of(total, LOW) if LOW > 0 else total
         result *= tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
+        result = _finished(result, scales, bias, clamped, GROUP == SIZE)
+        num_outputs, outputs = num_lines, lines[:, None]
+        if GATED:
+            num_outputs, outputs = num_lines // 2, (tl.program_id(0) * HALF + tl.arange(0, HALF))[:, None]
+            gate, up = tl.split(tl.permute(tl.reshape(result, (2, HALF, ROWS)), (1, 2, 0)))
+            result = activated(gate, up, out.dtype.element_ty)
         inside = (rows < num_rows) & (outputs < num_outputs)
-        if bias is not None:
-            result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         tl.store(out + rows * num_outputs + outputs, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_kernel(
+    x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor,
+    out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
+    SIZE: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Convert blocks of x to pairs, with a scale for each row of a block. GATED: a program also computes what its gates
+    multiply.
+
+    The weight is loaded by TMA: before the converted numbers are multiplied, other loads ahead would have to end.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first, line = split * (SIZE // SPLITS), tile * LINES
+    outputs, rows = line + tl.arange(0, LINES)[:, None], tl.arange(0, ROWS)
+    vectors = x + tl.minimum(rows, num_rows - 1)[:, None] * SIZE + first + tl.arange(0, BLOCK)[None, :]
+    total, ups = tl.zeros((LINES, ROWS), tl.float32), tl.zeros((LINES, ROWS), tl.float32)
+    for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
+        part = weight.load([line, first + start])
+        if GATED:
+            up_part = weight.load([num_outputs + line, first + start])
+        values = tl.zeros((ROWS, BLOCK), x.dtype.element_ty)
+        if num_rows > 0:  # always; because of this branch, the loop loads weights, but not x, before it waits
+            if start == 0:
+                wait_and_start_next()
+            values = tl.load(vectors + start)
+        high, low, scale = _as_pairs(values.to(tl.float32), weight.dtype, LOW)
+        numbers = tl.trans(tl.reshape(tl.permute(tl.join(high, low), (2, 0, 1)), (2 * ROWS, BLOCK)))
+        total += _rows_of(tl.dot(part, numbers).to(tl.float32), LOW) * scale[None, :]
+        if GATED:
+            ups += _rows_of(tl.dot(up_part, numbers).to(tl.float32), LOW) * scale[None, :]
+    is_last = True
+    if SPLITS > 1:
+        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if is_last:
+        lines, inside = tl.minimum(outputs, num_outputs - 1), (rows[None, :] < num_rows) & (outputs < num_outputs)
+        result = _finished(total, scales, bias, lines, True)
+        if GATED:
+            result = activated(result, _finished(ups, scales, bias, num_outputs + lines, True), out.dtype.element_ty)
+        tl.store(out + rows[None, :] * num_outputs + outputs, result.to(out.dtype.element_ty), mask=inside)
+
+
 _matmul = KernelLauncher(_matmul_kernel)
+_few_rows = KernelLauncher(_few_rows_kernel)
 
 
 @lru_cache(maxsize=1024)
-def shape_of_programs(num_outputs: int, size: int, group: int, columns: int) -> tuple[int, int, int]:
+def shape_of_programs(num_outputs: int, size: int, group: int, rows: int) -> tuple[int, int, int]:
     """Return (inputs per block, splits, stages). Measured on an H200 for the layers of an 8B model."""
-    is_narrow, is_least, is_large = columns <= MAX_COLUMNS // 2, columns == MIN_COLUMNS, num_outputs >= MANY_OUTPUTS
-    if is_least and num_outputs <= FEW_OUTPUTS and size % (4 * BLOCK) == 0:
+    is_narrow, is_large = rows <= MAX_COLUMNS // 4, num_outputs >= MANY_OUTPUTS
+    if rows == FEW_ROWS and num_outputs <= FEW_OUTPUTS and size % (4 * BLOCK) == 0:
         return BLOCK, 4, 4
     splits = 2 if num_outputs <= FEW_OUTPUTS and size % (2 * BLOCK) == 0 else 1
-    if is_narrow and group == size and (is_least or not is_large) and size % (2 * BLOCK * splits) == 0:
+    if is_narrow and group == size and not is_large and size % (2 * BLOCK * splits) == 0:
         return 2 * BLOCK, splits, 5
-    return BLOCK, splits, 5 if not is_large else 6 if columns == MAX_COLUMNS // 2 else 4
+    return BLOCK, splits, 5 if not is_large else 6 if rows == MAX_COLUMNS // 4 else 4
 
 
 def serves(codes: DeviceCodes) -> bool:
@@ -164,26 +251,46 @@ def is_fast(codes: DeviceCodes, x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and len(x) <= (MAX_FP8_ROWS if codes.shape[0] <= FEW_OUTPUTS else MAX_FP8_PAIRS)
 
 
-def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:
+@lru_cache(maxsize=256)
+def shape_for_few_rows(num_outputs: int, size: int, *, is_gated: bool) -> tuple[int, int, int]:
+    """Return (inputs per block, splits, stages) of ``_few_rows_kernel``. Measured as in ``shape_of_programs``."""
+    tiles, blocks, splits = -(-num_outputs // LINES), size // (2 * BLOCK), 1
+    while not is_gated and tiles * splits < 4 * PROCESSORS and blocks >= 4 * splits and blocks % (2 * splits) == 0:
+        splits *= 2
+    return 2 * BLOCK, splits, min(3, blocks // splits)
+
+
+def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor, *, is_gated: bool = False) -> Tensor:
     """x [T, I], codes [O, I] that ``serves`` accepts, bias [O] -> [T, O].
 
-    num_done: [code_linear.num_tiles] int32 zeros, which are zeros again after.
+    num_done: [code_linear.num_tiles] int32 zeros, which are zeros again after. is_gated: return silu(first half of the
+    outputs) * (second half), [T, O / 2].
     """
-    num_outputs, size = codes.shape
-    num_rows, low = len(x), INT8_LOW.value
+    num_lines, size = codes.shape
+    num_rows, low, num_outputs = len(x), INT8_LOW.value, num_lines // 2 if is_gated else num_lines
     if codes.numbers.dtype == FP8:
         low = FP8_LOW.value if num_rows <= MAX_FP8_PAIRS else 0.0
-    numbers, x_scales = quantize_rows(x, size, codes.numbers.dtype, low)
-    num_numbers = num_rows * 2 if low else num_rows
-    columns = min(max(next_power_of_2(num_numbers), MIN_COLUMNS), MAX_COLUMNS)
-    block, splits, stages = shape_of_programs(num_outputs, size, codes.group, columns)
-    grid = -(-num_outputs // OUTPUTS), splits, -(-num_numbers // columns)
+    rows = min(max(next_power_of_2(num_rows), FEW_ROWS), MAX_COLUMNS // 2 if low else MAX_COLUMNS)
+    converts = rows == FEW_ROWS and codes.group == size and size % (2 * BLOCK) == 0
+    if converts:
+        block, splits, stages = shape_for_few_rows(num_outputs, size, is_gated=is_gated)
+        grid = -(-num_outputs // LINES), splits, 1
+    else:
+        block, splits, stages = shape_of_programs(num_lines, size, codes.group, rows)
+        grid = -(-num_lines // LINES), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * OUTPUTS * columns
+    num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * LINES * rows * (2 if low else 1)
     partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-    sizes = size, codes.group, low, columns, OUTPUTS, block, splits, stages
-    tensors = numbers, x_scales, codes.numbers, codes.scales, bias, partials, num_done, out
+    sizes = low, rows, LINES, block, splits, stages, is_gated
     bias_dtype = None if bias is None else bias.dtype
-    key = (x.dtype, numbers.dtype, num_outputs, sizes, bias_dtype, *alignments(codes.numbers))
-    _matmul(grid, key, (*tensors, num_rows, len(numbers), num_outputs, *sizes), options(4))
+    key = (x.dtype, codes.numbers.dtype, codes.shape, codes.group, sizes, bias_dtype, *alignments(x, codes.numbers))
+    tensors = codes.scales, bias, partials, num_done, out
+    if converts:
+        weight = TensorDescriptor.from_tensor(codes.numbers, [LINES, block])
+        _few_rows(grid, key, (x, weight, *tensors, num_rows, num_outputs, size, *sizes), options(4))
+    else:
+        numbers, x_scales = quantize_rows(x, size, codes.numbers.dtype, low)
+        counts = num_rows, x_scales.shape[1], num_lines
+        arguments = (numbers, x_scales, codes.numbers, *tensors, *counts, size, codes.group, *sizes)
+        _matmul(grid, key, arguments, options(4))
     return out

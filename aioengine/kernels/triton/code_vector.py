@@ -26,7 +26,7 @@ FEW_OUTPUTS, MANY_OUTPUTS = 4096, 16_384
 def _vector_asm() -> str:
     """Return the instructions of ``_lane_sums`` for 4 words of each of two outputs, and the inputs of 4 parts.
 
-    A number in bf16 of which only the low 8 bits are set is their value times 2 ** -133. So a code that is masked in
+    If the high 8 bits of a bf16 number are 0, its value is its low 8 bits times 2 ** -133. So a code that is masked in
     place is the code times 2 ** -133 or 2 ** -129. The inputs are multiplied by 2 ** 66 or 2 ** 62 first.
     """
     lines = ["{ .reg .b32 a<4>, b<2>; .reg .f32 s<4>; mov.f32 s0, 0f00000000;"]
@@ -101,8 +101,8 @@ def _code_vector_kernel(
     out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program computes OUTPUTS outputs: the two halves are adjacent. GATED: they are gates, and what they multiply
-    (``code_linear.vector_matmul``).
+    """A program computes OUTPUTS outputs in two adjacent halves. GATED: the first half are gates, the second the values
+    they multiply (``code_linear.vector_matmul``).
 
     The first codes and their scales are loaded while the previous kernel still runs.
     """

@@ -117,8 +117,8 @@ def find_image_model(folder: Path) -> ImageModel | None:
     name = settings.get("image_processor_type") or family.processor
     plain = str(name).removesuffix("Fast").removesuffix("Pil")
     if plain not in PROCESSORS:
-        there = f"there are {', '.join(PROCESSORS)}"
-        raise ValueError(f"{str(folder)!r} needs {checks.shown(name)}, which is not supported; {there}")
+        allowed = f"allowed: {', '.join(PROCESSORS)}"
+        raise ValueError(f"{str(folder)!r} needs {checks.shown(name)}, which is not supported; {allowed}")
     module = PROCESSORS[plain]
     return ImageModel(
         family,

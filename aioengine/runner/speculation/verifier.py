@@ -209,7 +209,7 @@ class Verifier:
         rows: with the positions of the first tokens.
         """
         proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
-        one_by_one = sample_one_by_one(rows.requests, rows.records)
+        one_by_one = must_sample_one_by_one(rows.requests, rows.records)
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
         all_hidden = torch.cat((hidden, before_drafts))
         values: list[int] = []
@@ -270,7 +270,7 @@ class Verifier:
         return values
 
 
-def sample_one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:
+def must_sample_one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:
     """Return whether each row [S] must sample one position after the other, see ``Verification``.
 
     records: [S] of SAMPLING_RECORD.

@@ -9,7 +9,7 @@ from tests.compute.interpreted import run_compiled
 PROGRAM = """
 import torch
 
-from aioengine.kernels.triton import attention, decode, scores
+from aioengine.kernels.triton import attention, decode, prompt_attention, scores
 from aioengine.kernels.triton.scores import ScoreRules
 
 
@@ -31,6 +31,10 @@ for rules in (ScoreRules(), ScoreRules(300), ScoreRules(None, 50.0), ScoreRules(
         if rules.sinks is not None:
             scores.add_sinks(out, weights, rules.sinks)
         scores.merge(out, weights, out, weights)
+for num_heads, page_size in ((8, 16), (20, 128)):
+    q, out = torch.zeros(2, num_heads + 8, 128, dtype=torch.bfloat16)[:, :num_heads], torch.zeros(2, num_heads, 128)
+    pool = torch.zeros(2, 3, 4, page_size, 128, dtype=torch.bfloat16).unbind(0)
+    prompt_attention.attend(q, pool, rows, ints[:2].view(1, 2), scale=0.1, out=out.to(torch.bfloat16))
 """
 
 

@@ -24,8 +24,8 @@ for group in (320, 128):
 x = torch.randn(3, 256).bfloat16().float()
 for dtype, low in ((byte_linear.FP8, byte_linear.FP8_LOW.value), (torch.int8, byte_linear.INT8_LOW.value)):
     numbers, scales = byte_linear.quantize_rows(x, 256, dtype, low)
-    pairs = numbers.float().view(4, 2, 256)[:3]
-    sums = pairs[:, 0] + pairs[:, 1] / low
+    high, low_numbers = numbers.float().view(2, 4, 256)[:, :3]
+    sums = high + low_numbers / low
     torch.testing.assert_close(sums * scales[0, :3, None], x, rtol=0, atol=float(x.abs().max()) / 2**15)
 
 
@@ -34,18 +34,20 @@ def check_bytes(codes, num_rows, has_bias):
     x = torch.randn(num_rows, codes.shape[1]).bfloat16().float()
     bias = torch.randn(len(codes.packed)) if has_bias else None
     num_done = torch.zeros(num_tiles(codes.shape[0]), dtype=torch.int32)
-    result = byte_linear.matmul(x, device_codes(codes), bias, num_done)
     expected = torch.nn.functional.linear(x, codes.dequantized(torch.float32), bias)
-    error = (result - expected).norm() / expected.norm()
+    gates, ups = expected.chunk(2, 1)
     is_rounded = codes.packed.dtype == byte_linear.FP8 and num_rows > byte_linear.MAX_FP8_PAIRS
-    assert error < (0.06 if is_rounded else 1e-3), error
-    assert not num_done.any()
+    for is_gated, right in ((True, torch.nn.functional.silu(gates) * ups), (False, expected)):
+        result = byte_linear.matmul(x, device_codes(codes), bias, num_done, is_gated=is_gated)
+        error = (result - right).norm() / right.norm()
+        assert error < (0.1 if is_rounded else 1e-3), error
+        assert not num_done.any()
     x[1, 5] = float("nan")
     result = byte_linear.matmul(x, device_codes(codes), bias, num_done)
     assert result[1].isnan().all() and not result[0].isnan().any()
 
 
-for group, num_rows, has_bias in ((256, 3, True), (128, 20, False), (256, 66, True)):
+for group, num_rows, has_bias in ((256, 3, True), (128, 5, False), (128, 20, False), (256, 66, True)):
     scales = torch.rand(70, 256 // group)
     check_bytes(Codes(torch.randn(70, 256).to(byte_linear.FP8), scales), num_rows, has_bias)
     check_bytes(Codes(torch.randint(-128, 128, (70, 256), dtype=torch.int8), scales), num_rows, has_bias)
@@ -68,7 +70,7 @@ for dtype in (byte_linear.FP8, torch.int8):
         codes = device_codes(Codes(torch.zeros(256, 1024, dtype=dtype), torch.ones(256, 1024 // group)))
         for num_rows in (3, 30, 100):
             x = torch.zeros(num_rows, 1024, dtype=torch.bfloat16)
-            byte_linear.matmul(x, codes, None, torch.zeros(64, dtype=torch.int32))
+            byte_linear.matmul(x, codes, None, torch.zeros(64, dtype=torch.int32), is_gated=group == 128)
 """
 
 

@@ -143,7 +143,7 @@ def test_mxfp4_weights_match_transformers(dtype: torch.dtype) -> None:
 
 
 def test_large_mxfp4_scales_are_refused() -> None:
-    with pytest.raises(ValueError, match="scale of 129; what works: up to 128"):
+    with pytest.raises(ValueError, match="scale of 129; allowed: up to 128"):
         mxfp4.to_codes(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.full((1, 1), 129, dtype=torch.uint8))
 
 

@@ -163,7 +163,7 @@ def test_layers_of_a_model_have_the_format_for_their_name(tmp_path: Path) -> Non
     model = loaded(tmp_path, quantized | kept, Int8Format(), unquantized=names)
     torch.testing.assert_close(logits_of(model), expected, atol=3e-5, rtol=1e-5)
     with pytest.raises(
-        ValueError, match=r"q_proj, .*k_proj, .*v_proj are one layer .* several formats; what works: one format for all"
+        ValueError, match=r"q_proj, .*k_proj, .*v_proj are one layer .* several formats; allowed: one format for all"
     ):
         loaded(tmp_path, quantized | kept, Int8Format(), unquantized=("layers.1.self_attn.k_proj",))
 
@@ -182,10 +182,10 @@ def test_description_of_an_int8_checkpoint_matches_its_model(family: str, tmp_pa
         name: spec.shape for name, spec in specs.items()
     }
     check_entries(read_headers(tmp_path, ""), specs, tmp_path)
-    with pytest.raises(ValueError, match=r"weight_scale.*is of type I8; what works: F64"):
+    with pytest.raises(ValueError, match=r"weight_scale.*is of type I8; allowed: F64"):
         check_entries(read_headers(tmp_path, ""), checkpoint_tensors(config), tmp_path)
     save_file(plain_checkpoint | {"lm_head.weight": head}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing: .*weight_scale.*is of type F32; what works: I8"):
+    with pytest.raises(ValueError, match=r"missing: .*weight_scale.*is of type F32; allowed: I8"):
         check_entries(read_headers(tmp_path, ""), specs, tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_weights_bytes_of_a_quantized_model_come_from_its_format() -> None:
 def test_float_tensor_in_int8_checkpoint_is_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path, tie_word_embeddings=False)
     plain = load_file(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"is of type F32; what works: I8"):
+    with pytest.raises(ValueError, match=r"is of type F32; allowed: I8"):
         loaded(tmp_path, quantize(plain) | {"lm_head.weight": plain["lm_head.weight"]}, Int8Format())
 
 

@@ -225,7 +225,7 @@ def test_unsupported_latent_values_are_refused_by_name(model_type: str, field: s
 
 
 def test_expert_groups_of_one_expert_are_refused() -> None:
-    with pytest.raises(ValueError, match="n_group 8 is not implemented; what works: at most 4"):
+    with pytest.raises(ValueError, match="n_group 8 is not implemented; allowed: at most 4"):
         plugins.load("families", "deepseek_v3").read(raw_config("deepseek_v3", n_group=8, topk_group=3))
 
 

@@ -77,7 +77,7 @@ def test_model_can_read_rows_of_tokens(folder: Path) -> None:
 
 def test_architecture_without_known_task_is_refused() -> None:
     config = {**LlamaConfig(**SIZES).to_dict(), "architectures": ["LlamaForTokenClassification"]}
-    with pytest.raises(ValueError, match="architectures .*LlamaForTokenClassification.* what works: ...ForCausalLM"):
+    with pytest.raises(ValueError, match="architectures .*LlamaForTokenClassification.* allowed: ...ForCausalLM"):
         models.build(config, options())
 
 

@@ -322,7 +322,7 @@ def test_folder_that_changed_since_startup_is_refused(tmp_path: Path, name: str)
     settings = replace(settings, model=replace(settings.model, files=facts.weights.files))
     World(settings)
     os.utime(tmp_path / name, (1, 1))
-    with pytest.raises(ValueError, match=f"{name} was changed since the engine was made"):
+    with pytest.raises(ValueError, match=f"{name} was changed since the engine was created"):
         World(settings)
 
 

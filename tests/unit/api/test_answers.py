@@ -194,10 +194,10 @@ class TestBatchOutput:
 
     def test_an_unknown_column_is_a_key_error_with_a_suggestion(self) -> None:
         with pytest.raises(
-            KeyError, match=r"no column 'txt' \(did you mean 'text'\?\); there are text, output_ids, meta"
+            KeyError, match=r"no column 'txt' \(did you mean 'text'\?\); the columns are text, output_ids, meta"
         ):
             self.OUTS["txt"]
-        with pytest.raises(KeyError, match="no column 'tokens'.*there are .*completion_tokens"):
+        with pytest.raises(KeyError, match="no column 'tokens'.*the columns are .*completion_tokens"):
             self.OUTS["meta_info"]["tokens"]
 
     def test_an_exception_is_an_entry_of_every_column(self) -> None:

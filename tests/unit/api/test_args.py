@@ -349,7 +349,7 @@ def test_adapters_may_have_any_of_their_forms(given: object, adapters: list[tupl
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (["m=/a", "m=/b"], ValueError, "two adapters of the name 'm'"),
+        (["m=/a", "m=/b"], ValueError, "two adapters named 'm'"),
         ([{"lora_name": "m"}], ValueError, r"lora_paths\[0\] must be a dict with lora_name, lora_path"),
         ([{"lora_name": "m", "lora_path": "/a", "pin": True}], ValueError, "a dict with lora_name"),
         ([{"lora_name": "", "lora_path": "/a"}], ValueError, "lora_name is empty"),

@@ -107,7 +107,7 @@ def test_messages_given_as_a_prompt_are_for_chat() -> None:
 def test_unknown_arguments_of_other_methods_name_the_nearest() -> None:
     with fake_engine() as engine:
         with pytest.raises(
-            TypeError, match=r"unexpected argument 'softmax' \(did you mean 'apply_softmax'\?\); there are"
+            TypeError, match=r"unexpected argument 'softmax' \(did you mean 'apply_softmax'\?\); allowed: "
         ):
             engine.score("a", ["b"], [1], softmax=True)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"unexpected argument 'timout' \(did you mean 'timeout'\?\)"):

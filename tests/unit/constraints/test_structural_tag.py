@@ -390,7 +390,7 @@ def test_free_text_with_a_visible_end_is_allowed(given: Format, texts: list[str]
 @pytest.mark.parametrize(
     ("given", "pointer", "match"),
     [
-        ({"type": "qwen_xml_parameter"}, "/type", "'qwen_xml_parameter' .* is not known; known are const_string"),
+        ({"type": "qwen_xml_parameter"}, "/type", "'qwen_xml_parameter' .* is not known; allowed: const_string"),
         ({"type": "grammar", "grammar": "root ::= 'a'"}, "/type", "'grammar'"),
         ({"type": "any_text", "max_tokens": 3}, "/max_tokens", "is not enforced; leave it out"),
         ({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}, "/style", "is not enforced"),

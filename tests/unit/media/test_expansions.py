@@ -126,7 +126,7 @@ def test_unsupported_config_is_refused_by_name(model_type: str, config: dict[str
 def test_unknown_processor_is_refused_by_name(tmp_path: Path) -> None:
     odd = FAMILIES["llava"]._replace(processor={"image_processor_type": "OddImageProcessor"})
     folder = write_image_folder(tmp_path, odd)
-    with pytest.raises(ValueError, match="'OddImageProcessor', which is not supported; there are CLIPImageProcessor"):
+    with pytest.raises(ValueError, match="'OddImageProcessor', which is not supported; allowed: CLIPImageProcessor"):
         image_model(folder)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match=r"neither preprocessor_config.json nor processor_config.json"):

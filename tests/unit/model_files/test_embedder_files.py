@@ -109,8 +109,8 @@ def test_activation_of_a_cross_encoder_is_read(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"modules": modules("Transformer", "Pooling", "Dense")}, "modules.json .*Dense.* what works: Transformer"),
-        ({"modules": modules("Transformer", "Pooling")}, "the pooling .* what works: one of"),
+        ({"modules": modules("Transformer", "Pooling", "Dense")}, "modules.json .*Dense.* allowed: Transformer"),
+        ({"modules": modules("Transformer", "Pooling")}, "the pooling .* allowed: one of"),
         (
             {"modules": modules("Transformer", "Pooling"), "1_Pooling__config": {"pooling_mode_max_tokens": True}},
             "pooling_mode_max_tokens",

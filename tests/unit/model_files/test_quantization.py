@@ -148,28 +148,28 @@ def test_tensors_of_a_layer_are_described() -> None:
     [
         (
             {"quant_method": "quark"},
-            "quant_method 'quark' .*works: fp8, .* gptq, .*and models that are not quantized",
+            "quant_method 'quark' .*allowed: fp8, .* gptq, .*and models that are not quantized",
         ),
-        ({"quant_method": "torchao"}, "quant_method 'torchao' .*works: fp8, .*and models that are not quantized"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' .*works: mxfp4 in models of type gpt_oss"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*works: FP8, FP8_PER_CHANNEL"),
-        (BITSANDBYTES | {"load_in_8bit": True}, "load_in_8bit True .*works: load_in_4bit, and models that are not"),
-        (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' .*works: nf4, fp4"),
-        (BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage .*works: uint8"),
-        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size \(64, 64\) .*works: \[128, 128\]"),
-        (AWQ | {"version": "gemv"}, "version 'gemv' .*works: gemm"),
-        (AWQ | {"bits": 8}, "bits 8 .*works: 4"),
-        (AWQ | {"group_size": 0}, "group_size 0 .*works: at least 1, and -1"),
-        (AWQ | {"zero_point": False}, "zero_point False .*works: true"),
-        (GPTQ | {"bits": 3}, "bits 3 is not implemented; what works: 4, 8"),
-        (GPTQ | {"dynamic": {"+:x": {"bits": 2}}}, "bits 2 is not implemented; what works: 4, 8"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "format 'marlin' .*works: gptq, gptq_v2"),
-        (GPTQ | {"is_marlin_format": True}, "format 'marlin' .*works: gptq, gptq_v2"),
-        (GPTQ | {"format": "gptq_p", "checkpoint_format": "gptq"}, "format 'gptq_p' .*works: gptq, gptq_v2"),
-        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' .*works: pack-quantized"),
-        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask' .*works: dense"),
-        (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config .*works: null"),
-        (COMPRESSED | {"config_groups": {"a": {"targets": ["Embedding"]}}}, "targets 'Embedding' .*works: Linear"),
+        ({"quant_method": "torchao"}, "quant_method 'torchao' .*allowed: fp8, .*and models that are not quantized"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' .*allowed: mxfp4 in models of type gpt_oss"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .*allowed: FP8, FP8_PER_CHANNEL"),
+        (BITSANDBYTES | {"load_in_8bit": True}, "load_in_8bit True .*allowed: load_in_4bit, and models that are not"),
+        (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' .*allowed: nf4, fp4"),
+        (BITSANDBYTES | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage .*allowed: uint8"),
+        (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size \(64, 64\) .*allowed: \[128, 128\]"),
+        (AWQ | {"version": "gemv"}, "version 'gemv' .*allowed: gemm"),
+        (AWQ | {"bits": 8}, "bits 8 .*allowed: 4"),
+        (AWQ | {"group_size": 0}, "group_size 0 .*allowed: at least 1, and -1"),
+        (AWQ | {"zero_point": False}, "zero_point False .*allowed: true"),
+        (GPTQ | {"bits": 3}, "bits 3 is not implemented; allowed: 4, 8"),
+        (GPTQ | {"dynamic": {"+:x": {"bits": 2}}}, "bits 2 is not implemented; allowed: 4, 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "format 'marlin' .*allowed: gptq, gptq_v2"),
+        (GPTQ | {"is_marlin_format": True}, "format 'marlin' .*allowed: gptq, gptq_v2"),
+        (GPTQ | {"format": "gptq_p", "checkpoint_format": "gptq"}, "format 'gptq_p' .*allowed: gptq, gptq_v2"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' .*allowed: pack-quantized"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask' .*allowed: dense"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config .*allowed: null"),
+        (COMPRESSED | {"config_groups": {"a": {"targets": ["Embedding"]}}}, "targets 'Embedding' .*allowed: Linear"),
         (COMPRESSED | {"ignore": ["re:("]}, r"quantization_config: a list of layers has '.*\(.*invalid"),
         ({"bits": 4}, "quant_method"),
     ],
@@ -182,15 +182,15 @@ def test_formats_that_are_not_implemented_are_refused_by_name(config: dict[str, 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"num_bits": 3}, "num_bits 3 .*works: 4, 8"),
-        ({"strategy": "tensor_group"}, "strategy 'tensor_group' .*works: tensor"),
+        ({"num_bits": 3}, "num_bits 3 .*allowed: 4, 8"),
+        ({"strategy": "tensor_group"}, "strategy 'tensor_group' .*allowed: tensor"),
         ({"num_bits": 4}, "8 bits without groups"),
-        ({"type": "nope"}, "type 'nope' .*works: int, float"),
-        ({"actorder": "nope"}, "actorder 'nope' .*works: null, group, weight"),
-        ({"type": "int", "num_bits": 4, "strategy": "tensor"}, "strategy 'tensor' .*works: channel, group"),
-        ({"type": "int", "num_bits": 4, "strategy": "block"}, "strategy 'block' .*works: channel, group"),
-        ({"type": "int", "num_bits": 4, "strategy": "group"}, "group_size None .*works: at least 1"),
-        ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": -7}, "group_size -7 .*works: at least 1"),
+        ({"type": "nope"}, "type 'nope' .*allowed: int, float"),
+        ({"actorder": "nope"}, "actorder 'nope' .*allowed: null, group, weight"),
+        ({"type": "int", "num_bits": 4, "strategy": "tensor"}, "strategy 'tensor' .*allowed: channel, group"),
+        ({"type": "int", "num_bits": 4, "strategy": "block"}, "strategy 'block' .*allowed: channel, group"),
+        ({"type": "int", "num_bits": 4, "strategy": "group"}, "group_size None .*allowed: at least 1"),
+        ({"type": "int", "num_bits": 4, "strategy": "group", "group_size": -7}, "group_size -7 .*allowed: at least 1"),
     ],
 )
 def test_groups_that_are_not_implemented_are_refused_by_name(weights: dict[str, Any], message: str) -> None:
@@ -202,12 +202,12 @@ def test_groups_that_are_not_implemented_are_refused_by_name(weights: dict[str, 
 def test_integers_that_are_not_packed_need_activations_and_no_zero_points() -> None:
     weights = group(["Linear"], type="int")
     config = COMPRESSED | {"format": "int-quantized", "config_groups": {"a": weights}}
-    with pytest.raises(ValueError, match="format 'int-quantized' .*works: pack-quantized, or .*input_activations"):
+    with pytest.raises(ValueError, match="format 'int-quantized' .*allowed: pack-quantized, or .*input_activations"):
         read_quantization(config)
     weights["input_activations"] = {"num_bits": 8, "dynamic": True}
     assert read_quantization(config).scheme_of("up_proj") == Scheme(layout="int8")
     weights["weights"]["symmetric"] = False
-    with pytest.raises(ValueError, match=r"weights\.symmetric False .*works: true with input_activations"):
+    with pytest.raises(ValueError, match=r"weights\.symmetric False .*allowed: true with input_activations"):
         read_quantization(config)
 
 

@@ -37,7 +37,7 @@ def test_tokenizer_that_changed_after_the_constructor_is_refused(name: str, tmp_
     file.chmod(0o644)
     file.write_bytes(file.read_bytes() + b" ")
     for use in (load, partial(sampled_vocab_size, settings), partial(build_service, settings)):
-        with pytest.raises(ValueError, match=f"{name} was changed since the engine was made"):
+        with pytest.raises(ValueError, match=f"{name} was changed since the engine was created"):
             use()
 
 

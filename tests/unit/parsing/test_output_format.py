@@ -76,10 +76,10 @@ def test_auto_chooses_by_the_chat_template(title: str) -> None:
 
 def test_unknown_parser_is_refused_with_the_known_names() -> None:
     with pytest.raises(
-        ValueError, match=r"tool_parser='herme' is not known \(did you mean 'hermes'\?\); known are auto"
+        ValueError, match=r"tool_parser='herme' is not known \(did you mean 'hermes'\?\); allowed: auto"
     ):
         output_format(tool_parser="herme")
-    with pytest.raises(ValueError, match="reasoning_parser='hermes' is not known; known are auto, gpt_oss, think"):
+    with pytest.raises(ValueError, match="reasoning_parser='hermes' is not known; allowed: auto, gpt_oss, think"):
         output_format(reasoning_parser="hermes")
 
 

@@ -39,8 +39,13 @@ def test_a_stop_token_beats_the_length_and_waits_for_the_minimum(
     ("num_prompt", "max_new", "code", "words"),
     [
         (7, 1, None, ""),
-        (8, 1, FinishCode.TOO_LARGE, "the prompt has 8 tokens, the KV pool holds 8"),
-        (20, 1, FinishCode.TOO_LARGE, "the prompt has 20 tokens, the context holds 16"),
+        (
+            8,
+            1,
+            FinishCode.TOO_LARGE,
+            "8 tokens; prompt and output together may have at most 8 (the KV pool)",
+        ),
+        (20, 1, FinishCode.TOO_LARGE, "together may have at most 16 (the context)"),
         (0, 1, FinishCode.FAILED, "no tokens"),
         (3, 0, FinishCode.LENGTH, ""),
     ],

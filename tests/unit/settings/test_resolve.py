@@ -279,7 +279,7 @@ def test_quantization_while_loading() -> None:
     stored = replace(MODEL, is_quantized=True)
     assert settings(stored, quantization="fp8").model.quantization == ""
     assert settings(quantization="gguf").model.quantization == ""
-    with pytest.raises(ValueError, match=r"quantization='fp8' does not work on a CPU; what works there: int8, int4"):
+    with pytest.raises(ValueError, match=r"quantization='fp8' does not work on a CPU; allowed there: int8, int4"):
         settings(quantization="fp8")
     for method in ("int8", None):
         with pytest.raises(ValueError, match="quantization_group_size=64 has an effect only with quantization='int4'"):
@@ -292,9 +292,9 @@ def test_kv_cache_dtype_fits_the_device_and_the_model() -> None:
     assert settings(kv_cache_dtype="auto").memory.kv_dtype is None
     assert settings(kv_cache_dtype="bfloat16").memory.kv_dtype is None
     assert settings(kv_cache_dtype="bfloat16", dtype="float32").memory.kv_dtype == "bfloat16"
-    with pytest.raises(ValueError, match="'fp8_e4m3' does not work on a CPU; what works there: bfloat16, int8"):
+    with pytest.raises(ValueError, match="'fp8_e4m3' does not work on a CPU; allowed there: bfloat16, int8"):
         settings(kv_cache_dtype="fp8_e4m3")
-    with pytest.raises(ValueError, match="'int8' does not work on a GPU; what works there: bfloat16, fp8_e4m3"):
+    with pytest.raises(ValueError, match="'int8' does not work on a GPU; allowed there: bfloat16, fp8_e4m3"):
         settings(machine=gpu, kv_cache_dtype="int8")
     fp8 = settings(machine=gpu, kv_cache_dtype="fp8")
     assert (fp8.memory.kv_dtype, fp8.runner.attention_backend) == ("fp8_e4m3", "flashinfer")
@@ -438,7 +438,7 @@ def test_replicas_share_the_cores_of_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "changes", "message"),
     [
-        ({"tp_size": 3}, {}, "tp_size=3 does not work for this model: it has 4 attention heads; what works: 1, 2, 4"),
+        ({"tp_size": 3}, {}, "tp_size=3 does not work for this model: it has 4 attention heads; allowed: 1, 2, 4"),
         ({"tp_size": 4, "device": "cuda"}, {}, "tp_size=4, dp_size=1 and base_gpu_id=0 need 4 GPUs, and .* has 2"),
         (
             {"tp_size": 2, "dp_size": 2},

@@ -129,11 +129,11 @@ def test_messages_without_a_scheduler_are_sent_to_the_next_one() -> None:
     world.crash()
     world.tell(submit_of(2), Control(1, "flush_cache"))
     assert world.sent == []
-    assert world.ledger.holds_back
+    assert world.ledger.has_unsent
     world.sent = world.ledger.replay()
     assert world.uids() == [1, 2]
     assert world.sent[-1] == Control(1, "flush_cache")
-    assert not world.ledger.holds_back
+    assert not world.ledger.has_unsent
 
 
 def test_after_a_crash_aborts_end_requests_not_begun_and_are_sent_again_for_others() -> None:
@@ -226,7 +226,7 @@ def test_control_calls_in_flight_at_a_crash_fail() -> None:
     world.tell(Control(1, "pause"), Control(2, "flush_cache"), Control(3, "server_info"))
     world.ledger.controls.receive(Reply(2, True))
     world.crash()
-    assert world.ledger.holds_back
+    assert world.ledger.has_unsent
     assert lost_calls_of(world.ledger) == [
         Reply(1, False, "it died before it answered 'pause'; this call was not repeated", stage=CRASH_STAGE),
         Reply(3, False, "it died before it answered 'server_info'; this call was not repeated", stage=CRASH_STAGE),
@@ -296,7 +296,7 @@ def test_other_requests_do_not_wait_for_a_suspended_retry() -> None:
     assert world.uids() == [1]
     world.tell(Suspend([1]))
     assert world.uids() == [1, 2]
-    assert not world.ledger.holds_back
+    assert not world.ledger.has_unsent
 
 
 def test_suspended_request_is_suspended_again_after_its_retry() -> None:
@@ -326,7 +326,7 @@ def test_quarantined_requests_are_retried_one_by_one_before_requests_not_begun()
     world.hear(2, [8])
     world.hear(3, [8], ends=True)
     assert world.uids() == [1, 2, 3, 4, 5]
-    assert not world.ledger.holds_back
+    assert not world.ledger.has_unsent
 
 
 def test_retried_request_delivers_every_token() -> None:
@@ -448,7 +448,7 @@ def test_quarantined_request_that_waits_can_be_aborted() -> None:
     assert [type(message) for message in world.sent] == [Submit, Submit, Abort]
     assert [end.uid for end in ends_of(world.ledger)] == [3]
     world.hear(1, [7])
-    assert not world.ledger.holds_back
+    assert not world.ledger.has_unsent
 
 
 # ---------------------------------------------------------------- another replica
@@ -633,7 +633,7 @@ class NaiveWorld(RuleBasedStateMachine):
                     self.running[uid] = min(6, self.running[uid] + 1)
                     self.deliver(uid)
         assert self.open == set()
-        assert not self.ledger.holds_back
+        assert not self.ledger.has_unsent
         for uid, ids in self.given.items():
             if uid not in self.aborted | self.crashing:
                 assert ids == list(range(10 * uid, 10 * uid + 6)), uid

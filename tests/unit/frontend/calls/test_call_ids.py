@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from aioengine.frontend.calls import call_ids
 from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.intake.requests import generate_request
@@ -49,14 +48,14 @@ def test_an_id_keeps_its_meaning_beside_a_batch_with_an_equal_id_of_a_row(ids: C
 def test_opening_a_call_looks_up_few_ids_however_many_are_open(ids: CallIds, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a call must not grow with the number of others."""
     num_looked_up = 0
-    plain = call_ids._find  # pyright: ignore[reportPrivateUsage]
+    plain = CallIds.find
 
-    def counting(names: dict[str, tuple[Call, int]], rid: str) -> tuple[Call, range] | None:
+    def counting(ids: CallIds, rid: str) -> tuple[Call, range] | None:
         nonlocal num_looked_up
         num_looked_up += 1
-        return plain(names, rid)
+        return plain(ids, rid)
 
-    monkeypatch.setattr(call_ids, "_find", counting)
+    monkeypatch.setattr(CallIds, "find", counting)
     opened = [open_call(ids, ["a", "b"], rid=f"x{number}") for number in range(200)]
     opened += [open_call(ids, "a", rid=f"x{number}_{number}_7") for number in range(2, 200)]
     assert num_looked_up < 4 * len(opened)

@@ -116,7 +116,7 @@ def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "words"), [({"max_tokens": 50}, "prompt tokens that wait: 50 "), ({"max_bytes": 7}, "7 bytes")]
+    ("bounds", "words"), [({"max_tokens": 50}, "50 prompt tokens are waiting"), ({"max_bytes": 7}, "7 bytes")]
 )
 def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], words: str) -> None:
     world = World(**bounds)

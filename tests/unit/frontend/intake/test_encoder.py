@@ -69,7 +69,7 @@ def test_the_longest_token_of_a_tokenizer_is_found(decoder: object, expected: in
 def test_texts_with_too_many_bytes_are_refused_before_encoding() -> None:
     sizes = TextSizes(max_tokens=100, longest_token=4)
     sizes.check_bytes(100 * 4 * 3)
-    with pytest.raises(RequestTooLargeError, match="at least 166 tokens; 100 fit"):
+    with pytest.raises(RequestTooLargeError, match="at least 166 tokens; at most 100 are allowed"):
         sizes.check_bytes(2000)
 
 
@@ -79,7 +79,7 @@ def test_texts_with_too_many_tokens_are_refused_after_encoding_a_part() -> None:
     TextSizes(max_tokens=len(text) // 2, longest_token=2).check_pieces(text, tokenizer)
     assert tokenizer.num_characters == len(text)
     tokenizer.num_characters = 0
-    with pytest.raises(RequestTooLargeError, match="20000 fit"):
+    with pytest.raises(RequestTooLargeError, match="at most 20000 are allowed"):
         TextSizes(max_tokens=20_000, longest_token=2).check_pieces(text, tokenizer)
     assert tokenizer.num_characters == 3 * PIECE_CHARACTERS
 

@@ -88,7 +88,7 @@ def test_rerank_refuses_wrong_arguments(
 @pytest.mark.parametrize("name", ["temperature", "enable_thinking", "return_logprob"])
 def test_arguments_of_other_calls_are_not_sent_to_parameters_that_do_not_exist(name: str) -> None:
     for make in (partial(encode_request, "a", None), partial(rerank_request, "a", ["b"], None)):
-        with pytest.raises(TypeError, match=f"^unexpected argument '{name}'; there are .*truncate"):
+        with pytest.raises(TypeError, match=f"^unexpected argument '{name}'; allowed: .*truncate"):
             make({name: 1})
 
 
