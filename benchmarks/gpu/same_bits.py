@@ -113,8 +113,9 @@ async def compare(engine: AsyncEngine, requests: list[Request], num_rounds: int)
             duration_s = time.perf_counter() - started
         different = [i for i, answer in zip(order, answers, strict=True) if answer != alone[i]]
         num_different += len(different)
+        print(f"round {number}: {len(different)} of {len(order)} differ", flush=True)
         for i in different[:3]:
-            print(f"round {number}, request {i}: {requests[i]['sampling_params']}", file=sys.stderr)
+            print(f"request {i}: {requests[i]['sampling_params']}", file=sys.stderr)
     counts["num_restarts"] = engine.stats()["num_restarts"]
     print(f"{num_rounds * len(requests)} answers together, {num_different} differ; {dict(counts)}", flush=True)
     return not num_different and all(counts.values())
