@@ -11,7 +11,6 @@ import pytest
 
 from aioengine.api.params import SamplingParams
 from aioengine.errors import EngineClosedError
-from aioengine.frontend.calls import call_ids
 from aioengine.frontend.calls.call_ids import MAX_IDS_FREED, CallIds
 from aioengine.frontend.intake import prompts, requests
 from aioengine.frontend.intake.request_checks import RequestChecks
@@ -69,7 +68,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
     watched.watch(RequestChecks, "_check_params")
     watched.watch(Submitter, "_start_row")
     watched.watch(prompts, "_message")
-    watched.watch(call_ids, "_find")
+    watched.watch(CallIds, "find")
     watched.watch(CallIds, "_free")
     return watched
 
@@ -90,7 +89,7 @@ def limits_of_a_turn() -> dict[str, int]:
     return {
         **dict.fromkeys(names, num_rows),
         "parse": num_rows + 2,
-        "_find": 4 * num_rows,
+        "find": 4 * num_rows,
         "_free": 2 * MAX_IDS_FREED,
     }
 
