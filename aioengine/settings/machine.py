@@ -110,14 +110,15 @@ def free_host_memory(root: Path = Path("/")) -> int:
     # macOS has no such file: assume half of the installed memory, and leave the rest to other programs
     left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if kibibytes is None else kibibytes * 1024
     membership = _text(root / "proc/self/cgroup")
-    for controller, limit_file, usage_file, droppable_name in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    for controller, limit_file, usage_file, prefix in (
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         for folder in cgroup_folders(root / "sys/fs/cgroup" / controller, membership, controller):
             limit, usage = _number("", folder / limit_file), _number("", folder / usage_file)
             if limit is not None and usage is not None:
-                left = min(left, limit - usage + (_number(droppable_name, folder / "memory.stat") or 0))
+                lists = (f"{prefix}{kind}_file" for kind in ("inactive", "active"))
+                left = min(left, limit - usage + sum(_number(name, folder / "memory.stat") or 0 for name in lists))
     return max(left, 0)
 
 
