@@ -153,5 +153,5 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, help="of a model with weights, in place of --model")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--pool-tokens", type=int, default=50_000)
+    parser.add_argument("--pool-tokens", type=int, default=15_000)
     sys.exit(not asyncio.run(main(parser.parse_args())))
