@@ -273,12 +273,12 @@ async def start_frontend(
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     images: ImageIntake | None = None
+    loading: asyncio.Future[tuple[Tokenizer, int | None]] | None = None
     try:
         require_descriptors(FOR_AN_ENGINE)
         hold_standard_descriptors()
         blueprint: Blueprint = await asyncio.wrap_future(thread.submit(prepare))
         show_logs(blueprint.settings.log_level)
-        loading: asyncio.Future[tuple[Tokenizer, int | None]] | None = None
 
         def load_tokenizer() -> None:
             """Load the tokenizer on the thread. Its library holds the GIL for up to half a second."""
@@ -336,6 +336,8 @@ async def start_frontend(
         if processes is not None:
             processes.kill_now()
             if not isinstance(error, GeneratorExit):  # the loop was closed, so nothing can be awaited
+                if loading is not None:
+                    loading.cancel()  # its result may come after the end of the loop
                 await processes.stop(0.0)
         check_cause(error)
         raise
