@@ -179,7 +179,9 @@ def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=90)
     assert running.returncode == -signal.SIGINT
-    assert err.rstrip().endswith("KeyboardInterrupt")
+    # As above: a callback that took long on a busy machine.
+    told = [line for line in err.splitlines() if not line.startswith("Executing <")]
+    assert told[-1] == "KeyboardInterrupt"
     assert re.search(r"Engine\w*Error|Warning|never retrieved|was destroyed", err) is None
     assert gone([child.pid for child in children])
     assert list(tmp_path.iterdir()) == []
