@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -273,7 +274,7 @@ async def start_frontend(
     thread = WorkerThread[Any]("aioengine-start", max_exit_s=_MAX_EXIT_S)
     processes: Processes | None = None
     images: ImageIntake | None = None
-    loading: asyncio.Future[tuple[Tokenizer, int | None]] | None = None
+    loading: Future[tuple[Tokenizer, int | None]] | None = None
     try:
         require_descriptors(FOR_AN_ENGINE)
         hold_standard_descriptors()
@@ -284,9 +285,7 @@ async def start_frontend(
             """Load the tokenizer on the thread. Its library holds the GIL for up to half a second."""
             nonlocal loading
             if blueprint.load_tokenizer is not None:
-                loading = asyncio.wrap_future(thread.submit(partial(_loaded, blueprint.load_tokenizer)))
-                # asyncio logs an error that nobody retrieves, and a failed start does not wait for the tokenizer
-                loading.add_done_callback(lambda work: work.cancelled() or work.exception())
+                loading = thread.submit(partial(_loaded, blueprint.load_tokenizer))
 
         events = Events(inbox.on_messages, inbox.on_failure, bars.show, load_tokenizer)
         processes = blueprint.make_processes(events)
@@ -297,13 +296,14 @@ async def start_frontend(
             facts = await processes.start()
         except EngineStartupError:
             if loading is not None:
-                await loading  # if the tokenizer is the cause, its ValueError names the file
+                await asyncio.wrap_future(loading)  # if the tokenizer is the cause, its ValueError names the file
             raise
         finally:
             announcing.cancel()
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
-        tokenizer, longest = (None, None) if loading is None else await loading
+        # Not before: a start that ends early does not wait for the tokenizer, which may end after the loop is closed.
+        tokenizer, longest = (None, None) if loading is None else await asyncio.wrap_future(loading)
         settings = blueprint.settings
         # The memory may allow fewer running requests, and several replicas allow more.
         max_running = cast("int", facts.get("max_running_requests", settings.scheduler.max_running))
@@ -336,8 +336,6 @@ async def start_frontend(
         if processes is not None:
             processes.kill_now()
             if not isinstance(error, GeneratorExit):  # the loop was closed, so nothing can be awaited
-                if loading is not None:
-                    loading.cancel()  # its result may come after the end of the loop
                 await processes.stop(0.0)
         check_cause(error)
         raise
