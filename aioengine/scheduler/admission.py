@@ -4,8 +4,8 @@ A step computes up to ``chunk_tokens``. Decode rows come first, all of them in e
 entire context, so it may count as more than one token; otherwise steps with many decode rows would become too long.
 Prompts share the rest in order: a prompt that can be finished takes all its tokens, any other prompt takes half of the
 remaining budget, and the remainder is divided in the same order. So a long prompt advances in every step, a short
-prompt behind it does not wait for its end, and the budget is used up, except for a short prompt that does not fit:
-it waits for the next step.
+prompt behind it does not wait for its end, and the budget is used up. One exception: if no long prompt is being
+computed, a short prompt that does not fit waits for the next step.
 
 Running requests are sorted by ``running_order``: higher priority first, then older first. If pages run out, the last
 one is preempted, so the first one always finishes. The computed pages of a preempted request stay in the prefix cache

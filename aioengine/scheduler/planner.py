@@ -80,8 +80,8 @@ class Planner:
         self._requests = requests
         self._snapshots = requests.cache.snapshots
         self._admission = Admission(requests.cache, settings.chunk_tokens)
-        # Prompts of up to this many tokens are not split: their second part would need other attention kernels, which
-        # take longer than the unused tokens of this step.
+        # Prompts of up to this many tokens are not split, unless long prompts share the budget: their second part would
+        # need other attention kernels, which take longer than the unused tokens of this step.
         self._most_unsplit = settings.chunk_tokens // 16 if settings.splits_prompts else settings.context_length
 
     def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
@@ -300,7 +300,8 @@ class Planner:
             if adapter is not None and self._requests.wait_unless_ready(request, adapter):
                 continue
             num_tokens = request.num_tokens
-            if num_tokens <= self._most_unsplit and budget.left < min(num_tokens, self._settings.chunk_tokens):
+            is_whole = num_tokens <= self._most_unsplit and not (num_partial and self._settings.splits_prompts)
+            if is_whole and budget.left < min(num_tokens, self._settings.chunk_tokens):
                 return  # it will be the first of the next step
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial, promised=promised)
             if answer is Refusal.LATER:

@@ -135,6 +135,17 @@ def test_short_prompt_is_not_split() -> None:
     assert [row.count for row in world.runner.plans[1].rows] == [1] * 16 + [20]
 
 
+def test_short_prompt_is_split_rather_than_wait_for_long_prompts() -> None:
+    world = world_of(chunk_tokens=320, decode_cost=50, num_pages=4000, max_running=16)
+    world.submit(*[submit_of(uid, [uid] * 2, limits=Limits(max_new_tokens=100)) for uid in range(1, 7)])
+    world.step()
+    world.submit(submit_of(7, [7] * 3000), submit_of(8, [8] * 3000))
+    world.step()
+    world.submit(submit_of(9, [9] * 20))
+    world.step()
+    assert [row.count for row in world.runner.plans[-1].rows] == [1] * 6 + [20, 16, 4]
+
+
 def test_only_a_few_prompts_are_partly_computed_at_a_time() -> None:
     world = world_of(chunk_tokens=512, num_pages=8000)
     world.submit(*[submit_of(uid, [uid] * 2000, arrived_at=uid) for uid in range(10)])
