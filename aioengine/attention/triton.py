@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
 from types import ModuleType
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
@@ -58,7 +58,8 @@ GLUON_VERSION = "3.6."
 @lru_cache(maxsize=1)
 def prompt_kernels() -> ModuleType | None:
     """Return ``prompt_attention``; None: it does not support this GPU or this version of Triton."""
-    if torch.cuda.get_device_capability()[0] != 9 or not version("triton").startswith(GLUON_VERSION):
+    triton_version: str = triton.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    if torch.cuda.get_device_capability()[0] != 9 or not triton_version.startswith(GLUON_VERSION):
         return None
     from aioengine.kernels.triton import prompt_attention
 
@@ -115,14 +116,14 @@ class _TritonStep(PagedStep):
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
         shape, pool, rules = self.layers.shape, self.layers.pool[layer], self.layers.rules[layer]
         if self.num_programs == 1:
-            tiles, fast = self.tiles, prompt_kernels()
-            if fast is not None and self.num_long < len(tiles) < len(q) and fast.serves(q, pool, rules):
+            tiles, fast, scale = self.tiles, prompt_kernels(), shape.scale
+            has_prompts = self.num_long < len(tiles) < len(q)  # otherwise each tile is long or has one token
+            if has_prompts and fast is not None and fast.serves(q, pool, rules):
                 tiles, short = tiles[: self.num_long], tiles[self.num_long :]
-                fast.attend(q, pool, self.rows, short, scale=shape.scale, out=out)
+                fast.attend(q, pool, self.rows, short, scale=scale, out=out)
             if len(tiles):
                 in_splits = shape.batch_invariant or shape.value_size is None
-                settings = {"scale": shape.scale, "out": out, "rules": rules, "in_splits": in_splits}
-                kernels.attend(q, pool, self.rows, tiles, **settings)
+                kernels.attend(q, pool, self.rows, tiles, scale=scale, out=out, rules=rules, in_splits=in_splits)
         else:
             splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
