@@ -2,12 +2,12 @@
 
 On a CPU a row of the result has the same bits for every T. Libraries may sum a row in an order that depends on T: one
 row often uses another kernel than many, and matrix units split the columns into other blocks. So each weight shape is
-tried at the start with the row counts of ``TILED_COUNTS``. A packed weight is multiplied only with those that gave
-equal bits, or with the counts of ``ROW_COUNTS`` above the largest one that differs: rows are padded to such a count, or
-split. If few counts agree in bf16 (with several threads a library may divide a long sum
-among them, and add the parts in another order for other row counts), the matmul runs in fp32. In other dtypes, rows are
-padded with copies to the smallest row count from which all counts agree, and split above the largest tried count. If
-no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
+tried at the start with the row counts of ``TILED_COUNTS``. A packed weight is multiplied only with counts that gave
+equal bits, or with counts of ``ROW_COUNTS`` above the largest one that differs: rows are padded to such a count, or
+split. If few counts agree in bf16 (with several threads a library may divide a long sum among them, and add the parts
+in another order for other row counts), the matmul runs in fp32. In other dtypes, rows are padded with copies to the
+smallest row count from which all counts agree, and split above the largest tried count. If no counts agree, rows are
+computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
 
 On a CPU with a matrix unit for bf16 (AMX), weights stay as they are, and the outputs are the rows of the product:
 weight times x.t(), transposed back. The unit then reads the weight sequentially. Packed weights with the same bits for

@@ -248,7 +248,7 @@ def _llama3(own: Mapping[str, Scalar], info: TensorInfo, file: BinaryIO) -> dict
     is_usual = 1 < scaling["factor"] < 1e6 and isinstance(theta, float) and 1 < theta < math.inf
     expected = _llama3_factors(scaling["factor"], float(theta), len(factors)) if is_usual else ()
     if not is_usual or not all(map(partial(math.isclose, rel_tol=1e-4), factors, expected)):
-        raise ValueError(f"{_ROPE_FACTORS} has factors that are not implemented; allowed: those of Llama 3.1 to 3.3")
+        raise ValueError(f"{_ROPE_FACTORS} has factors that are not implemented; allowed: as in Llama 3.1 to 3.3")
     return {"rope_type": "llama3", **scaling}
 
 

@@ -157,7 +157,7 @@ class Shape:
         return Measured(total, 0.0, 1, statistics.fmean(hits) if hits else 0.0)
 
     def _hits_of_rows(self, steps: Steps, num_rows: int) -> float:
-        """Return the experts that the rows use: those of a step with another prompt, which runs without a graph."""
+        """Return the experts that the rows use, from a step with another prompt, which runs without a graph."""
         uid = 1 << 20
         limit = Limits(1)
         steps.scheduler.requests.submit(Submit(uid, [7] * MORE_TOKENS, Sampling(uid), limit, TextRules()))

@@ -22,7 +22,7 @@ PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12)}
 
 
 def peaks_of(device_name: str) -> tuple[float, float]:
-    """Return the peaks of a device; those of an H200 for an unknown device."""
+    """Return the peaks of a device, for an unknown device the peaks of an H200."""
     return next((peaks for name, peaks in PEAKS.items() if name in device_name), PEAKS["H200"])
 
 
@@ -94,9 +94,7 @@ def _kv_read(config: DecoderConfig, step: Step) -> float:
 
 
 def _attention(config: DecoderConfig, step: Step) -> float:
-    """Return the products of scores and sums of a row (of latent attention with keys and values of heads), and those of
-    states.
-    """
+    """Return the products of scores, sums and states of a row. Latent attention has keys and values of heads."""
     latent, net = config.attention.latent, config.delta_net
     size = 2 * config.head_size
     if latent is not None:
