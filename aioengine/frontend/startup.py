@@ -303,7 +303,9 @@ async def start_frontend(
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
         # Not before: a start that ends early does not wait for the tokenizer, which may end after the loop is closed.
-        tokenizer, longest = (None, None) if loading is None else await asyncio.wrap_future(loading)
+        tokenizer, longest = None, None
+        if loading is not None:
+            tokenizer, longest = await asyncio.wrap_future(loading)
         settings = blueprint.settings
         # The memory may allow fewer running requests, and several replicas allow more.
         max_running = cast("int", facts.get("max_running_requests", settings.scheduler.max_running))
