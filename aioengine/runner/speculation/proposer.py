@@ -175,8 +175,8 @@ class Proposer:
                 break
             entry = self._open.get(row.uid)
             if self._model is None:
-                if entry is not None and newest.get(row.uid, row.drafts[0]) == row.drafts[0]:
-                    drafts.proposed[row.uid] = row.drafts[1:]
+                if entry is not None and newest.get(row.uid, row.expected_id) == row.expected_id:
+                    drafts.proposed[row.uid] = row.drafts
                     left -= row.num_drafts
                 continue
             if entry is None or entry.drafted is None or not self._model.can_propose(row):
@@ -198,7 +198,7 @@ class Proposer:
         start, count, token_ids = row.start - entry.num_rejected, row.count - row.num_drafts, row.token_ids
         if proposed := drafts.proposed.get(row.uid):
             if entry.drafted is None:
-                known = token_ids or row.drafts[:1]
+                known = token_ids or [row.expected_id]
             else:
                 known = [*token_ids, *entry.drafted.token_ids[start + len(token_ids) :]]
             token_ids = [*known, *[0] * (count - len(known)), *proposed]  # the device has the unknown token
