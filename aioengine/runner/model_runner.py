@@ -138,9 +138,8 @@ class ModelRunner:
         # a GPU has no graph for rows of several tokens of a model with states
         may_force = parts.states is None or parts.device.type == "cpu"
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
-        extras = self._logprobs, self._hidden_states
-        self._verifier = Verifier(self._table, sampler, pool, parts.ranks, *extras, self._custom.errors)
         self._proposer: Proposer | None = None
+        self._verifier: Verifier | None = None
         if settings.scheduler.max_drafts:
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             has_windows = any(any(model.attention_shape.windows) for model in models)
@@ -148,6 +147,8 @@ class ModelRunner:
             draft_model = None if parts.draft is None else DraftModel(parts.draft, self._table, sampler)
             kind = ReceivedDrafts if parts.ranks is not None and parts.ranks.rank else Proposer
             self._proposer = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
+            extras = self._logprobs, self._hidden_states, self._custom.errors
+            self._verifier = Verifier(self._table, sampler, pool, parts.ranks, self._compute_logits, *extras)
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -235,10 +236,9 @@ class ModelRunner:
                 self._proposer.forget(ticket)
             raise
         extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
-        if ticket.hidden_states is not None:
-            extras += ticket.hidden_states.extras()
-        if ticket.pooled is not None:
-            extras += ticket.pooled.extras()
+        for results in (ticket.hidden_states, ticket.pooled):
+            if results is not None:
+                extras += results.extras()
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
@@ -420,6 +420,7 @@ class ModelRunner:
         self, rows: StepRows, sampled: SampledRows, drafts: StepDrafts, pooled: PooledRows | None
     ) -> Readback:
         """Run forward, and sample at the positions of the drafts. Return ``Ticket.values`` [R]."""
+        assert self._verifier is not None
         self._constrained.sample_deferred()
         self._constrained.follow()
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
@@ -434,7 +435,7 @@ class ModelRunner:
         if pooled is not None:  # these rows have no graph
             self._pooler.pool(hidden, pooled)
         is_sampled = self._table.upload(np.flatnonzero(rows.samples))
-        values = self._verifier.verify(hidden[is_sampled], before_drafts, sampled, drafts, self._compute_logits)
+        values = self._verifier.verify(hidden[is_sampled], before_drafts, sampled, drafts)
         token_ids = self._table.upload(np.array(values, dtype=np.int64))
         if len(values) < len(rows.requests):
             token_ids = torch.cat([token_ids, self._values_without_token(hidden, rows)])

@@ -53,7 +53,6 @@ class Proposer:
         a row in flight may then sample a forced token again.
         """
         self._table = table
-        self._requests = table.requests
         self._model = model
         self._with_grammars = with_grammars
         self._open: dict[int, DraftedRequest] = {}
@@ -99,7 +98,7 @@ class Proposer:
             self._model.note_pages(rows)
         with_drafts = [row for row in rows if row.num_drafts]
         newest = self._follow_or_wait(with_drafts, may_overlap=may_overlap)
-        drafts = StepDrafts({row.uid: row.num_drafts for row in with_drafts if row.uid in self._open})
+        drafts = StepDrafts({row.uid: row.num_drafts for row in with_drafts})
         if with_drafts:
             budget = self._max_tokens - sum(row.count - row.num_drafts for row in rows)
             if budget < 0:  # no graph is large enough, even without drafts
@@ -158,10 +157,10 @@ class Proposer:
         table.is_unread[:] = table.is_upper_bound[:] = self._has_marks = False
         if may_overlap and self._can_follow(rows):
             (ticket,) = self._launched
-            sampled = [self._requests[uid].row_index for uid in ticket.sampled if uid in self._requests]
+            sampled = [table.requests[uid].row_index for uid in ticket.sampled if uid in table.requests]
             table.is_unread[sampled] = self._has_marks = True
             table.is_upper_bound[sampled] = ticket.drafts.is_counted
-        elif any(ticket.drafts.proposed for ticket in self._launched) or any(map(self._may_get_drafts, rows)):
+        elif any(ticket.drafts.proposed for ticket in self._launched) or self._may_get_drafts(rows):
             return self._record_launched()
         return {}
 
@@ -180,8 +179,8 @@ class Proposer:
             return False
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:
-            drafted = launched.get(row.uid)
-            if drafted is None or self._open.get(row.uid) is not drafted or not drafted.max_length:
+            drafted = self._open[row.uid]
+            if launched.get(row.uid) is not drafted or not drafted.max_length:
                 return False
             if row.uid in ticket.drafts.proposed:  # its drafts in flight follow all tokens that are known now
                 self._model.note_computed(drafted)
@@ -189,10 +188,9 @@ class Proposer:
                 return False
         return True
 
-    def _may_get_drafts(self, row: Row) -> bool:
-        """Return whether a row may get drafts when all tokens before them are known."""
-        drafted = self._open.get(row.uid)
-        return drafted is not None and (self._model is None or drafted.max_length > 0)
+    def _may_get_drafts(self, rows: list[Row]) -> bool:
+        """Return whether some of these rows may get drafts when all tokens before them are known."""
+        return any(self._model is None or self._open[row.uid].max_length for row in rows)
 
     def _record_launched(self) -> dict[int, int]:
         """Wait for all steps in flight. Return uid -> the newest token."""
@@ -229,9 +227,7 @@ class Proposer:
         for row in rows:
             if row.num_drafts > budget:
                 break
-            drafted = self._open.get(row.uid)
-            if drafted is None:
-                continue
+            drafted = self._open[row.uid]
             if self._model is None:
                 if newest.get(row.uid, row.expected_id) != row.expected_id:
                     continue

@@ -45,6 +45,7 @@ class Verification:
         counts: [S] number of accepted drafts of each row so far.
         final: [S] the last token of each row so far; FAILED: it cannot be sampled.
         active: the rows that sample next. The owner sets it first.
+        followed: rows whose grammar has followed the last token: it is over, or the next draft cannot be sampled.
     """
 
     def __init__(self, drafts: Sequence[Sequence[int]], one_by_one: list[bool]) -> None:
@@ -53,6 +54,7 @@ class Verification:
         self.counts = [0] * len(drafts)
         self.final = [FAILED] * len(drafts)
         self.active: list[int] = []
+        self.followed: set[int] = set()
         self._one_by_one = one_by_one
 
     def entries(self) -> list[tuple[int, int]]:
@@ -79,6 +81,7 @@ class Verification:
                 continue
             if token_id == FAILED and count:
                 self.counts[row] = count - 1
+                self.followed.add(row)
                 is_open[row] = False
                 continue
             kept[row] = index
@@ -91,8 +94,9 @@ class Verification:
         return kept
 
     def stop(self, row: int) -> None:
-        """End an active row with the token of its last entry."""
+        """End an active row with the token of its last entry, after which its grammar is over."""
         self.active.remove(row)
+        self.followed.add(row)
         self.counts[row] -= 1
 
 
@@ -146,6 +150,7 @@ class Verifier:
 
     Attributes:
         sampler: of rank 0. ranks: None if there is one rank.
+        compute_logits: logits [N, V] from hidden states [N, D].
         logprobs, hidden_states: collect the requested ones.
         errors: uid -> error of a custom processor.
     """
@@ -154,6 +159,7 @@ class Verifier:
     sampler: Sampler | DeviceSampler
     kv_pool: KVPool
     ranks: RankGroup | None
+    compute_logits: Callable[[Tensor], Tensor]
     logprobs: Logprobs
     hidden_states: HiddenStates
     errors: dict[int, str]
@@ -166,22 +172,20 @@ class Verifier:
 
         sampled: the rows, with the positions of their first sampled tokens.
         """
-        token_ids = step.token_ids
-        counts = drafts.counts(sampled.requests)
+        requests, row_indices, token_ids = sampled.requests, sampled.row_indices, step.token_ids
+        counts = drafts.counts(requests)
         firsts = rows.token_ends - 1 - counts
         if token_ids is None:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
             token_ids = self.sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
-        requests, row_indices = sampled.requests, sampled.row_indices
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
-        stored = self.table.draft_indices(-1, row_indices)
-        spans = np.stack([row_indices, firsts, counts, num_planned, stored])
+        spans = np.stack([row_indices, firsts, counts, num_planned, self.table.draft_indices(-1, row_indices)])
         graphs.accept(step, token_ids, self.table.upload(spans))
         drafts.is_counted = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
-        accept = partial(self._accept, sampled.requests, drafts, firsts.tolist())
+        accept = partial(self._accept, requests, drafts, firsts.tolist())
         return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
 
     def _accept(
@@ -204,18 +208,11 @@ class Verifier:
                 self.kv_pool.clean(self.table.pages(request.uid))  # a draft is not finite, as in ``verify``
         return last_tokens
 
-    def verify(
-        self,
-        hidden: Tensor,
-        before_drafts: Tensor,
-        rows: SampledRows,
-        drafts: StepDrafts,
-        compute_logits: Callable[[Tensor], Tensor],
-    ) -> list[int]:
+    def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
         """Sample the rows and accept their drafts. Return the last token of each row [S].
 
         hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
-        rows: with the positions of the first tokens. compute_logits: [N, D] -> [N, V].
+        rows: with the positions of the first tokens.
         """
         proposed = drafts.of_requests(rows.requests)
         verification = Verification(proposed, must_sample_one_by_one(rows.requests, rows.records))
@@ -229,28 +226,21 @@ class Verifier:
                 firsts[row] = len(sources)
                 sources += [*range(first, first + len(proposed[row])), row]
             states = all_hidden[self.table.upload(np.array(sources, dtype=np.int64))]
-            logits = compute_logits(states)
+            logits = self.compute_logits(states)
             if self.ranks is None or not self.ranks.rank:  # only rank 0 samples
-                self._sample(verification, firsts, states, logits, rows, drafts)
+                self._sample(verification, firsts, states, logits, rows)
         if self.ranks is not None:
             self._broadcast(self.ranks, verification, rows)
-        are_finite = hidden.isfinite().all(-1).tolist()
-        for request, ids, count, is_finite in zip(
-            rows.requests, proposed, verification.counts, are_finite, strict=True
-        ):
-            drafts.accepted[request.uid] = ids[:count]
-            if ids and not is_finite:  # of a rejected draft; attention multiplies its keys and values by 0
+        drafts.followed = verification.followed
+        is_finite = hidden.isfinite().all(-1).tolist()
+        for row, (request, ids) in enumerate(zip(rows.requests, proposed, strict=True)):
+            drafts.accepted[request.uid] = ids[: verification.counts[row]]
+            if ids and not is_finite[row]:  # of a rejected draft; attention multiplies its keys and values by 0
                 self.kv_pool.clean(self.table.pages(request.uid))
         return verification.final
 
     def _sample(
-        self,
-        verification: Verification,
-        firsts: dict[int, int],
-        hidden: Tensor,
-        logits: Tensor,
-        rows: SampledRows,
-        drafts: StepDrafts,
+        self, verification: Verification, firsts: dict[int, int], hidden: Tensor, logits: Tensor, rows: SampledRows
     ) -> None:
         """Sample a group of the rows until no position is left.
 
@@ -265,9 +255,6 @@ class Verifier:
             scores = logits[chosen]
             token_ids = self.sampler.sample(scores, entry_rows)
             kept = verification.take(entries, token_ids.tolist())
-            for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
-                self.errors.pop(rows.requests[row].uid, None)
-                drafts.followed.add(row)
             self._keep(hidden[chosen], scores, token_ids, entry_rows, np.array([*kept.values()], dtype=np.int64))
             for row in verification.active.copy():
                 constraint = rows.requests[row].constraint
@@ -275,7 +262,8 @@ class Verifier:
                     constraint.advance(verification.final[row])
                     if constraint.is_over:
                         verification.stop(row)
-                        drafts.followed.add(row)
+        for row in verification.followed:  # no failed row: its last token is an accepted draft
+            self.errors.pop(rows.requests[row].uid, None)
 
     def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, entries: SampledRows, kept: Ints) -> None:
         """Store the tokens of the entries ``kept`` [N], with their logprobs and hidden states.

@@ -94,7 +94,7 @@ def test_row_fails_with_its_last_draft() -> None:
     unused: Any = None
     table: Any = SimpleNamespace(draft_indices=lambda number, rows: rows, upload=torch.from_numpy)
     graphs: Any = SimpleNamespace(accept=lambda step, token_ids, spans: None)
-    verifier = Verifier(table, *[unused] * 5, errors={})
+    verifier = Verifier(table, *[unused] * 6, errors={})
     rows: Any = SimpleNamespace(token_ends=np.array([3, 4]))
     requests = [SimpleNamespace(uid=1), SimpleNamespace(uid=2)]
     sampled: Any = SimpleNamespace(requests=requests, row_indices=np.arange(2))
