@@ -39,7 +39,7 @@ from aioengine.runner.request_row import GrammarSource, SampledRows, needs_only_
 from aioengine.runner.rows import FailedRows, PageTables, RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
-from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts, rows_with_drafts
+from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts
 from aioengine.runner.speculation.step_drafts import NO_DRAFTS, StepDrafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, must_sample_one_by_one
 from aioengine.runner.state_pool import StatePool
@@ -183,7 +183,7 @@ class ModelRunner:
         needs_logits = plan.needs_logits
         if self._send_plan is not None:
             needs_logits = not self._may_sample_together(rows)
-            sent_rows = plan.rows if drafts is NO_DRAFTS else rows_with_drafts(plan.rows, drafts)
+            sent_rows = plan.rows if drafts is NO_DRAFTS else drafts.rows
             self._send_plan(replace(plan, rows=sent_rows, needs_logits=needs_logits), self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons

@@ -32,8 +32,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from aioengine.protocol.messages import RequestKind
 from aioengine.runner.request_row import RequestRow
 from aioengine.runner.rows import RowTable
@@ -252,14 +250,14 @@ class Proposer:
         if drafted is None or not (row.num_drafts or drafted.num_rejected):
             return row
         start, count, token_ids = row.start - drafted.num_rejected, row.count - row.num_drafts, row.token_ids
-        if proposed := drafts.proposed.get(row.uid):
+        if proposed := drafts.proposed.get(row.uid, []):
             if row.drafts:
                 known = token_ids or [row.expected_id]
             else:
                 known = [*token_ids, *drafted.token_ids[start + len(token_ids) :]]
             token_ids = [*known, *[0] * (count - len(known)), *proposed]  # the device has the unknown token
             count += len(proposed)
-        return Row(row.uid, start, count, row.outputs, token_ids)
+        return Row(row.uid, start, count, row.outputs, token_ids, row.new_pages, len(proposed))
 
 
 class ReceivedDrafts(Proposer):
@@ -272,15 +270,6 @@ class ReceivedDrafts(Proposer):
         """Return the drafts that the rows contain."""
         proposed = {row.uid: row.token_ids[-row.num_drafts :] for row in rows if row.num_drafts}
         return StepDrafts(proposed=proposed, rows=rows)
-
-
-def rows_with_drafts(rows: list[Row], drafts: StepDrafts) -> list[Row]:
-    """Return the rows of a step for ``ReceivedDrafts``. rows: of the plan."""
-    new_pages = {row.uid: row.new_pages for row in rows}
-    return [
-        replace(row, new_pages=new_pages[row.uid], num_drafts=len(drafts.proposed.get(row.uid, ())))
-        for row in drafts.rows
-    ]
 
 
 def _num_unknown(row: Row, drafted: DraftedRequest) -> int:
