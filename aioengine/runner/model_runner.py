@@ -25,6 +25,7 @@ from aioengine.protocol.messages import Control, Fact, Reply
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
+from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.hidden_states import HiddenStates
@@ -34,9 +35,10 @@ from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.lora.pool import AdapterPool
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import PooledRows, Pooler
 from aioengine.runner.request_row import GrammarSource, SampledRows, needs_only_temperature, why_no_token
-from aioengine.runner.rows import FailedRows, PageTables, RowTable
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts

@@ -23,7 +23,8 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_graphs import DecodeGraphs
 from aioengine.runner.graphs.rearranged_rows import SharedPrefixes, TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.rows import PageTables, RowTable
+from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
