@@ -429,7 +429,7 @@ class ModelRunner:
             num_drafts = None if drafts.on_device is None else drafts.counts(sampled.requests)
             step = self._graphs.replay_with_drafts(rows, sampled, num_drafts)
             if not any(must_sample_one_by_one(sampled.requests, sampled.records)):
-                return self._verifier.accept_later(self._graphs, step, rows, sampled, drafts)
+                return self._verifier.accept_on_device(self._graphs, step, rows, sampled, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:

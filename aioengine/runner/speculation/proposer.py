@@ -14,14 +14,14 @@ drafts are accepted:
 1. The plan assumes that all drafts are accepted, so the position of a row after drafts is an upper bound.
 2. ``Proposer.propose`` marks such rows (``RowTable.is_upper_bound``), and rows whose newest token only the device has
    (``RowTable.is_unread``).
-3. A draft model first computes all tokens that the step in flight may sample (``PlannedDrafts.num_unknown``), and the
+3. A draft model first computes all tokens that the step in flight may sample (``DraftPlan.num_unknown``), and the
    device samples its first draft after the last accepted one. N-grams are looked up without the tokens in flight
    (``NgramProposer.propose``).
 4. At the end of a step with drafts, the device accepts drafts, and stores how many it has rejected
    (``RowTable.rejected``). The graph of the next step subtracts this number from positions, slots and lengths
    (``kernels.triton.drafts``).
 5. When the host reads the step, it accepts the same drafts. Until the scheduler has the result, its positions are too
-   high by ``OpenDrafts.num_rejected``.
+   high by ``DraftedRequest.num_rejected``.
 
 If the graphs cannot do this (``DecodeGraphs.may_overlap``), the host waits for the step in flight before it proposes.
 N-grams that do not follow the token of this step are then left out.

@@ -1,7 +1,7 @@
 """Samples tokens at the positions of drafts, and accepts the drafts that equal them.
 
 If no row needs more than a temperature, a graph samples after each token of the step, and the device accepts drafts
-(``Verifier.accept_later``). Otherwise the host waits for the tokens (``Verifier.verify``).
+(``Verifier.accept_on_device``). Otherwise the host waits for the tokens (``Verifier.verify``).
 
 S rows that sample, T tokens of the step, K drafts of the step, N positions, D model size, V vocabulary, X entries.
 """
@@ -164,7 +164,7 @@ class Verifier:
     hidden_states: HiddenStates
     errors: dict[int, str]
 
-    def accept_later(
+    def accept_on_device(
         self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, sampled: SampledRows, drafts: StepDrafts
     ) -> SampledDrafts:
         """Let the device accept the drafts of a replayed step. Return the tokens sampled at all positions [T]. They are
@@ -185,10 +185,10 @@ class Verifier:
         drafts.is_counted = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
-        accept = partial(self._accept, requests, drafts, firsts.tolist())
+        accept = partial(self._accept_on_host, requests, drafts, firsts.tolist())
         return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
 
-    def _accept(
+    def _accept_on_host(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
     ) -> list[int]:
         """Accept the same drafts as the device. Return the last token of each row [S].
