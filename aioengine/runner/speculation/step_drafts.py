@@ -39,7 +39,7 @@ class StepDrafts:
     is_counted: bool = False
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     followed: set[int] = field(default_factory=set[int])
-    open: list[DraftedRequest | None] = field(default_factory=list["DraftedRequest | None"])
+    open: list[DraftedRequest | None] = field(default_factory=list[DraftedRequest | None])
     rejected: dict[int, int] = field(default_factory=dict[int, int])
 
     def of_requests(self, requests: list[RequestRow]) -> list[list[int]]:
