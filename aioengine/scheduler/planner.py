@@ -171,14 +171,10 @@ class Planner:
         The row has at least one token. It leaves an eighth of the token budget to prompts, and its drafts half of the
         budget while requests wait. Drafts preempt no request.
         """
-        left = (
-            self._settings.chunk_tokens
-            - self._settings.chunk_tokens // 8
-            - len(self._requests.running)
-            - flight.num_chunk_tokens
-        )
+        chunk_tokens = self._settings.chunk_tokens
+        budget = chunk_tokens - chunk_tokens // 8 - len(self._requests.running) - flight.num_chunk_tokens
         start = request.num_computed
-        end = min(request.num_tokens, start + max(left, 1))
+        end = min(request.num_tokens, start + max(budget, 1))
         pages: list[int] = []
         while request.allocation.capacity < end:
             new_pages = self._grow(request)
@@ -193,8 +189,8 @@ class Planner:
         if request.has_forced:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
         if self._requests.waiting:
-            left -= self._settings.chunk_tokens // 2
-        num_drafts = max(0, min(num_drafts, left - (end - start), request.next_limit - 1 - end))
+            budget -= chunk_tokens // 2
+        num_drafts = max(0, min(num_drafts, budget - (end - start), request.next_limit - 1 - end))
         while (capacity := request.allocation.capacity) < end + num_drafts:
             new_pages = self._requests.cache.grow(request.allocation)
             if new_pages is None:
