@@ -119,7 +119,7 @@ class Proposer:
         self._num_planned += bool(drafts.planned)
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
         if not drafts.proposed:  # otherwise they are rejected when the tokens are known
-            _reject(ticket, drafts)
+            _reject(ticket)
         if self._model is None:
             return
         prompts: list[tuple[DraftedRequest, int]] = []
@@ -204,7 +204,7 @@ class Proposer:
         """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
         drafts = ticket.drafts
         if drafts.proposed:
-            _reject(ticket, drafts)
+            _reject(ticket)
         if self._model is None:
             return
         for uid, drafted, value in zip(ticket.sampled, drafts.open, values, strict=False):
@@ -277,8 +277,9 @@ def _num_unknown(row: Row, drafted: DraftedRequest) -> int:
     return row.start - drafted.num_rejected + row.count - row.num_drafts - len(drafted.token_ids)
 
 
-def _reject(ticket: Ticket, drafts: StepDrafts) -> None:
+def _reject(ticket: Ticket) -> None:
     """Set the number of rejected drafts of each row of a step."""
+    drafts = ticket.drafts
     for uid, drafted in zip(ticket.sampled, drafts.open, strict=True):
         num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))
         if num_rejected and drafted is not None:
