@@ -136,7 +136,7 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
     if not transposes(weight.dtype):
         return in_pieces(_packed(weight, bias), packing.counts)
     matmul = in_pieces(_transposed(weight, bias), packing.counts)
-    return lambda x: transpose_back(matmul(x).t())
+    return lambda x: transpose_back(matmul(x))
 
 
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
@@ -327,17 +327,21 @@ def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         if x.shape[0] == 1:  # a vector: one row as a matrix would use another kernel
-            return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
+            vector = x.view(-1)
+            return (torch.mv(weight, vector) if bias is None else torch.addmv(bias, weight, vector)).view(1, -1)
         return (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
 
     return matmul
 
 
-def transpose_back(columns: Tensor) -> Tensor:
-    """[O, T] -> [T, O], contiguous."""
-    num_outputs, num_rows = columns.shape
-    if num_outputs % TRANSPOSED_OUTPUTS or num_rows == 1 or not columns.is_contiguous():
-        return columns.t().contiguous()
+def transpose_back(rows: Tensor) -> Tensor:
+    """Return rows [T, O], whose strides may be (1, T), in the usual layout."""
+    if rows.is_contiguous():
+        return rows
+    num_rows, num_outputs = rows.shape
+    columns = rows.t()
+    if num_outputs % TRANSPOSED_OUTPUTS or not columns.is_contiguous():
+        return rows.contiguous()
     blocks = columns.view(-1, TRANSPOSED_OUTPUTS, num_rows).transpose(1, 2).contiguous()
     return blocks.transpose(0, 1).reshape(num_rows, num_outputs)
 
