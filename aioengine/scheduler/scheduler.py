@@ -88,8 +88,7 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def apply(self, result: StepResult, now: float) -> StepOutput:
-        """Process the result of the oldest plan in flight. ``SchedulerCore`` checks first that it has one entry for
-        each row with outputs.
+        """Process the result of the oldest plan in flight, which has one entry for each row with outputs.
 
         Return the accepted tokens and all events since the last call.
         """

@@ -29,8 +29,8 @@ from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import DraftSettings, ModelSettings
+from tests.kit.checked_scheduler import CheckedScheduler
 from tests.kit.settings import small_settings
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 
@@ -161,7 +161,7 @@ class World:
         self.runner: ModelRunner = build(self.settings, lambda _: None)
         num_pages, page_size = self.runner.facts["num_pages"], self.settings.memory.page_size
         assert isinstance(num_pages, int)
-        scheduler = Scheduler(
+        scheduler = CheckedScheduler(
             self.settings.scheduler,
             num_pages=num_pages,
             page_size=page_size,

@@ -20,11 +20,11 @@ from aioengine.protocol.messages import (
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.plan import TOKENS
 from aioengine.scheduler.request import Gate
-from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 from tests.core.ranked_runner import RankedFakeRunner
 from tests.core.windowed_runner import WindowedFakeRunner
+from tests.kit.checked_scheduler import CheckedScheduler
 from tests.kit.fake_reference import reference_output, reference_vector
 from tests.kit.settings import small_settings
 
@@ -148,7 +148,7 @@ class World:
         self.runner = WatchedRunner(
             runner, gives_one=self.model.tokens_per_step == "1" and not self.settings.max_drafts
         )
-        self.scheduler = Scheduler(
+        self.scheduler = CheckedScheduler(
             self.settings, num_pages=self.num_pages, page_size=self.page_size, windows=self.windows
         )
         self.core: SchedulerCore[FakeTicket] = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
