@@ -269,11 +269,6 @@ class Scheduler:
             step_ended_at=self._applied_at,
         )
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless free, cached and owned pages add up. Cheap if no request runs."""
-        self.cache.check_integrity(request.allocation for request in self.requests.running)
-        self.requests.adapters.check_integrity()
-
 
 def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.

@@ -31,6 +31,7 @@ from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.settings.config import DraftSettings, ModelSettings
 from tests.kit.checked_scheduler import CheckedScheduler
+from tests.kit.integrity import check_scheduler
 from tests.kit.settings import small_settings
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 
@@ -212,7 +213,7 @@ class World:
     def run(self) -> None:
         while self.core.has_work:
             self.step()
-        self.core.scheduler.check_integrity()
+        check_scheduler(self.core.scheduler)
 
     def answers(
         self, prompts: list[list[int]], samplings: list[Sampling] | None = None, *, max_new_tokens: int = 12
