@@ -201,16 +201,9 @@ class ModelRunner:
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.take() if self._table.num_with_hidden_states else None
         self._inputs.take_snapshots(plan.snapshots, rows)
+        uids = [request.uid for request in sampled.requests]
         ticket = self._newest = Ticket(
-            with_outputs,
-            [request.uid for request in sampled.requests],
-            without_token,
-            values,
-            failed,
-            logprobs,
-            hidden_states,
-            pooled,
-            drafts=drafts,
+            with_outputs, uids, without_token, values, failed, logprobs, hidden_states, pooled, drafts=drafts
         )
         if self._proposer is not None:
             self._proposer.launched(ticket)
@@ -480,16 +473,13 @@ class ModelRunner:
             with profiled("prepare"):
                 self._attention.prepare(batch)
             hidden = self._model.forward(inputs, self._attention)
-        first = num_outputs
+        first_prompt = num_outputs + (0 if hidden_states is None else len(hidden_states.token_indices))
+        first_draft = first_prompt + (0 if prompts is None else len(prompts.token_indices))
         if hidden_states is not None:
-            end = first + len(hidden_states.token_indices)
-            self._hidden_states.add_prompts(hidden[first:end], hidden_states)
-            first = end
+            self._hidden_states.add_prompts(hidden[num_outputs:first_prompt], hidden_states)
         if prompts is not None:
-            end = first + len(prompts.token_indices)
-            self._logprobs.add_prompts(hidden[first:end], prompts)
-            first = end
-        return self._pooler.states(hidden, rows), hidden[first:]
+            self._logprobs.add_prompts(hidden[first_prompt:first_draft], prompts)
+        return self._pooler.states(hidden, rows), hidden[first_draft:]
 
     def _may_sample_together(self, rows: StepRows) -> bool:
         """Return whether the ranks can sample the tokens of a step without gathering the logits."""

@@ -112,12 +112,8 @@ class RowTable:
         self.has_upper_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
-        self.num_opened = 0
-        self.num_pooled = 0
-        self.num_with_grammar = 0
-        self.num_with_logprobs = 0
-        self.num_with_hidden_states = 0
-        self.num_with_embeds = 0
+        self.num_opened = self.num_pooled = self.num_with_embeds = 0
+        self.num_with_grammar = self.num_with_logprobs = self.num_with_hidden_states = 0
         self.images = images
         self.adapters = RowAdapters(max_rows, adapters)
         self.num_embeddings = num_embeddings

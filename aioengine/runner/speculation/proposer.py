@@ -1,8 +1,6 @@
-"""The drafts of a step: a draft model proposes them before the step, or the scheduler has looked up n-grams.
+"""Proposes the drafts of a step: the draft model samples them, or the scheduler has looked up n-grams.
 
-The scheduler plans how many drafts a row may have, and assumes that all are accepted. The runner proposes up to this
-number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
-first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
+The runner computes a row with its proposed drafts like a part of a prompt. Without proposals, the row is a plain row.
 
 If a draft model or head has CUDA graphs, its drafts stay on the device, and the host reads them together with the
 tokens of the step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the
