@@ -24,7 +24,7 @@ class StepDrafts:
         planned: uid -> number of planned drafts.
         proposed: uid -> proposed drafts; zeros while they are only on the device.
         on_device: the proposed drafts on the device; None: the host knows them.
-        rows: the computed rows, with exact starts, and with the proposed drafts as known tokens.
+        rows: the computed rows, with exact starts, and with the proposed drafts as known tokens. Other ranks get them.
         is_counted: the device accepts drafts, and ``RowTable.rejected`` has the number of the others.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
