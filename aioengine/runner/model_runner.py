@@ -43,7 +43,7 @@ from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts
 from aioengine.runner.speculation.step_drafts import NO_DRAFTS, StepDrafts
-from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, must_sample_one_by_one
+from aioengine.runner.speculation.verifier import SampledTokens, Verifier, must_sample_one_by_one
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import profiled
@@ -312,7 +312,7 @@ class ModelRunner:
     def _open_and_close(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
-            indices = values.lasts if isinstance(values, SampledDrafts) else range(len(uids))
+            indices = values.last_indices if isinstance(values, SampledTokens) else range(len(uids))
             self._failed.clean_after_step(dict(zip(uids, indices, strict=True)), values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)

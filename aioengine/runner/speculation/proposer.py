@@ -155,7 +155,7 @@ class Proposer:
             (ticket,) = self._launched
             sampled = [table.requests[uid].row_index for uid in ticket.sampled if uid in table.requests]
             table.is_unread[sampled] = self._has_marks = True
-            table.is_upper_bound[sampled] = ticket.drafts.is_counted
+            table.is_upper_bound[sampled] = ticket.drafts.accepts_on_device
         elif any(ticket.drafts.proposed for ticket in self._launched) or self._may_get_drafts(rows):
             return self._record_launched()
         return {}
@@ -170,8 +170,8 @@ class Proposer:
             return False
         (ticket,) = self._launched
         if self._model is None:
-            return ticket.drafts.is_counted or not ticket.drafts.proposed
-        if not ticket.drafts.is_counted or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
+            return ticket.drafts.accepts_on_device or not ticket.drafts.proposed
+        if not ticket.drafts.accepts_on_device or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
             return False
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:
