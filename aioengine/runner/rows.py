@@ -68,12 +68,12 @@ class RowTable:
         processors: of the logits. mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
         requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device. In multiples of ``max_rows``:
-            1: the last token of each row, by row index.
-            1 + max_drafts: the known tokens of the rows that a graph expands, one after the other.
-            1 + max_drafts: the tokens that the last step with drafts sampled (``draft_indices``).
-            max_drafts: the drafts of the step (``draft_indices``).
-            Then one entry that is never read.
+        last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device, in this order:
+            [max_rows] the last token of each row, by row index;
+            [(1 + max_drafts) * max_rows] the known tokens of a step whose rows a graph expands;
+            [(1 + max_drafts) * max_rows] the tokens that the last step with drafts sampled (``draft_indices``);
+            [max_drafts * max_rows] the drafts of a draft model (``draft_indices``);
+            [1] an entry that is never read.
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
             rejected. The last entry is 0.
@@ -112,12 +112,8 @@ class RowTable:
         self.has_upper_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
-        self.num_opened = 0
-        self.num_pooled = 0
-        self.num_with_grammar = 0
-        self.num_with_logprobs = 0
-        self.num_with_hidden_states = 0
-        self.num_with_embeds = 0
+        self.num_opened = self.num_pooled = self.num_with_embeds = 0
+        self.num_with_grammar = self.num_with_logprobs = self.num_with_hidden_states = 0
         self.images = images
         self.adapters = RowAdapters(max_rows, adapters)
         self.num_embeddings = num_embeddings

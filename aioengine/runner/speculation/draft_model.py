@@ -280,7 +280,7 @@ class DraftModel:
         drafts: list[Tensor] = []
         graphs = self._graphs if self._graphs is not None and len(plans) <= self._graphs.max_rows else None
         hidden: Tensor | None = None  # None: a graph computes the next draft
-        if graphs is None or num_missing > graphs.max_rows:
+        if graphs is None or num_missing > graphs.max_rows:  # no graph computes the tokens before the drafts
             hidden = self._extend([(plan.drafted, end) for plan, end in zip(plans, ends, strict=True)])
             graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
         for number in range(int(counts.max())):

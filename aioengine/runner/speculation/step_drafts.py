@@ -24,8 +24,8 @@ class StepDrafts:
         planned: uid -> number of planned drafts.
         proposed: uid -> proposed drafts; zeros while they are only on the device.
         on_device: the proposed drafts on the device; None: the host knows them.
-        rows: the computed rows, with exact starts, and with the proposed drafts as known tokens.
-        is_counted: the device accepts drafts, and ``RowTable.rejected`` has the number of the others.
+        rows: the computed rows, with exact starts, and with the proposed drafts as known tokens. Other ranks get them.
+        accepts_on_device: the device accepts drafts, and ``RowTable.rejected`` has the number of the others.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
         open: the open requests of the sampled rows.
@@ -36,7 +36,7 @@ class StepDrafts:
     proposed: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     on_device: DeviceDrafts | None = None
     rows: list[Row] = field(default_factory=list[Row])
-    is_counted: bool = False
+    accepts_on_device: bool = False
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     followed: set[int] = field(default_factory=set[int])
     open: list[DraftedRequest | None] = field(default_factory=list[DraftedRequest | None])

@@ -120,20 +120,20 @@ def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
         yield range(start, len(counts))
 
 
-class SampledDrafts(Readback):
+class SampledTokens(Readback):
     """The tokens [T] sampled at all positions of a step. The device has accepted drafts; the host repeats it when it
     knows these tokens.
 
     Attributes:
-        lasts: [S] index of the last sampled token of each row. It fails if a draft is not finite.
+        last_indices: [S] index of the last sampled token of each row. It fails if a draft is not finite.
     """
 
-    __slots__ = ("_accept", "_last_tokens", "lasts")
+    __slots__ = ("_accept", "_last_tokens", "last_indices")
 
-    def __init__(self, token_ids: Tensor, lasts: list[int], accept: Callable[[list[int]], list[int]]) -> None:
+    def __init__(self, token_ids: Tensor, last_indices: list[int], accept: Callable[[list[int]], list[int]]) -> None:
         """accept: called once with ``token_ids`` [T] on the host; returns the last token of each row [S]."""
         super().__init__(token_ids)
-        self.lasts = lasts
+        self.last_indices = last_indices
         self._accept = accept
         self._last_tokens: list[int] | None = None
 
@@ -166,7 +166,7 @@ class Verifier:
 
     def accept_on_device(
         self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, sampled: SampledRows, drafts: StepDrafts
-    ) -> SampledDrafts:
+    ) -> SampledTokens:
         """Let the device accept the drafts of a replayed step. Return the tokens sampled at all positions [T]. They are
         sampled here if the graph did not.
 
@@ -182,11 +182,11 @@ class Verifier:
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
         spans = np.stack([row_indices, firsts, counts, num_planned, self.table.draft_indices(-1, row_indices)])
         graphs.accept(step, token_ids, self.table.upload(spans))
-        drafts.is_counted = True
+        drafts.accepts_on_device = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
         accept = partial(self._accept_on_host, requests, drafts, firsts.tolist())
-        return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
+        return SampledTokens(token_ids, (rows.token_ends - 1).tolist(), accept)
 
     def _accept_on_host(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
