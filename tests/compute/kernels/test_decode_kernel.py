@@ -24,7 +24,8 @@ from aioengine.runner.graphs.decode_inputs import DecodeInputs
 from aioengine.runner.graphs.shared_prefixes import SharedPrefixes
 from aioengine.runner.graphs.token_rows import TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.rows import PageTables, RowTable
+from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend

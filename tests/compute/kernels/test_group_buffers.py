@@ -18,7 +18,7 @@ from aioengine.protocol.messages import Sampling
 from aioengine.runner.graphs.decode_inputs import DecodeInputs
 from aioengine.runner.graphs.token_rows import TokenRows
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.rows import PageTables
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
