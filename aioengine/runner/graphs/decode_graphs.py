@@ -59,7 +59,7 @@ class _Graph:
     """
 
     num_rows: int
-    graph: torch.cuda.CUDAGraph
+    cuda_graph: torch.cuda.CUDAGraph
     attention: FixedDecode
     hidden: Tensor
     token_ids: Tensor
@@ -342,7 +342,7 @@ class DecodeGraphs:
         if when_ready is not None:
             when_ready()
         self._inputs.copy()
-        chosen.graph.replay()
+        chosen.cuda_graph.replay()
         return chosen
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ class DecodeGraphs:
             chosen.planned = cascade
         return chosen
 
-    def _step(
+    def _step_function(
         self, model: Model, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
@@ -429,15 +429,17 @@ class DecodeGraphs:
                 ids, columns = torch.zeros(5, 1, dtype=torch.int64, device=self._device), self._inputs.columns(1)
                 accept(ids, ids[0], columns[SOURCES], self._table.last_tokens, self._table.rejected)
             for size, fixed in steps:
-                self._step(short, size, fixed)()
+                self._step_function(short, size, fixed)()
                 if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                    self._step(short, size, fixed, tiles.for_graph(size))()
+                    self._step_function(short, size, fixed, tiles.for_graph(size))()
 
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
-        compute = self._step(self._model, size, attention, tiles)
-        load_kernels = compute if size == self.max_rows else self._step(self._shortened(), size, attention, tiles)
+        compute = self._step_function(self._model, size, attention, tiles)
+        load_kernels = (
+            compute if size == self.max_rows else self._step_function(self._shortened(), size, attention, tiles)
+        )
         load_kernels()  # they must not be loaded or chosen during the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms

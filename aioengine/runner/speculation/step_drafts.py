@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.runner.inputs import StepRows
 from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.speculation.draft_model import DeviceDrafts, DraftedRequest
-from aioengine.runner.transfer import Ints
 from aioengine.scheduler.plan import Row
 
 
@@ -46,11 +46,11 @@ class StepDrafts:
         """Return the proposed drafts of each request [R]."""
         return [self.proposed.get(request.uid, []) for request in requests]
 
-    def counts(self, requests: list[RequestRow]) -> Ints:
+    def counts(self, requests: list[RequestRow]) -> Ints64:
         """Return the number of proposed drafts of each request [R]."""
         return np.array([*map(len, self.of_requests(requests))], dtype=np.int64)
 
-    def token_indices(self, rows: StepRows) -> Ints:
+    def token_indices(self, rows: StepRows) -> Ints64:
         """Return the indices [K] in the step of the tokens before each draft, row by row."""
         counts = self.counts(rows.requests)
         firsts = rows.token_ends - 1 - counts

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.layers.ranks import RankGroup
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import StepRows
@@ -27,7 +28,7 @@ from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.step_drafts import StepDrafts
-from aioengine.runner.transfer import Ints, Readback
+from aioengine.runner.transfer import Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class Verifier:
         for row in verification.followed:  # no failed row: its last token is an accepted draft
             self.errors.pop(rows.requests[row].uid, None)
 
-    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, entries: SampledRows, kept: Ints) -> None:
+    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, entries: SampledRows, kept: Ints64) -> None:
         """Store the tokens of the entries ``kept`` [N], with their logprobs and hidden states.
 
         hidden: [X, D]. logits: [X, V]. token_ids: [X], sampled for the X ``entries``.
