@@ -195,7 +195,7 @@ class SchedulerService:
                     to_peer.append(part)
         to_frontend += self._replies
         self._replies = []
-        if stats := self._due_stats(now, has_output=output is not None):
+        if stats := self._take_due_stats(now, has_output=output is not None):
             to_frontend.append(stats)
             if not to_peer:
                 to_peer.append(StepOutput())
@@ -284,8 +284,9 @@ class SchedulerService:
         message = f"{parameter} cannot be enforced: {error}"
         self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))
 
-    def _due_stats(self, now: float, *, has_output: bool) -> Stats | None:
-        """Return statistics if they are due: at intervals while steps run, after the last step, and as heartbeats.
+    def _take_due_stats(self, now: float, *, has_output: bool) -> Stats | None:
+        """Return statistics to send, if they are due: at intervals while steps run, after the last step, and as
+        heartbeats.
 
         If there is work but no step ends, return None. The supervisor then detects a stall.
         """
