@@ -140,7 +140,9 @@ class RowTable:
         self.last_tokens.index_copy_(0, indices, token_ids.clamp(min=0))
 
     def for_draft_model(self) -> RowTable:
-        """Return the same table for a draft model, which has one page group, and neither adapters nor images."""
+        """Return a table of the same requests for a draft model, which has one page group, and neither adapters nor
+        images. It shares tensors and arrays. Its numbers of open requests stay 0.
+        """
         table = copy(self)
         table.page_tables = copy(self.page_tables)
         table.page_tables.tables, table.page_tables.groups = self.page_tables.tables[:1], None
@@ -241,7 +243,7 @@ class RowTable:
                 request.history[position] = token_ids[i]
 
     def _open_recent(self, row_index: int, token_ids: list[int]) -> Tensor:
-        """Return ``RequestRow.recent`` [R] of a request with these tokens."""
+        """Return ``RequestRow.recent`` [RECENT_TOKENS] of a request with these tokens."""
         if self._recent is None:
             shape = len(self.sampling), RECENT_TOKENS
             self._recent = torch.empty(shape, dtype=torch.int32, device=self.last_tokens.device)
