@@ -60,15 +60,16 @@ class _TokenBlock(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a block sees: index among the gathered chunks of the row, lane, width C, mask or None.
+    """A chunk that a block sees: index among the gathered chunks of the row, lane, width C.
 
-    hidden: [1, 1, tokens of the block, C], repeated for each query head of a kv head if torch's kernel needs it.
+    mask: [1, 1, tokens of the block, C] added to the scores, repeated for each query head of a kv head if torch's
+    kernel needs it; None: the block sees the whole chunk.
     """
 
     index: int
     lane: int
     width: int
-    hidden: Tensor | None
+    mask: Tensor | None
 
 
 class _PrefillRow(NamedTuple):
@@ -113,11 +114,12 @@ class FusedAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size, self._stored_size = head_size, stored_size
         self._attend, self._scale = limits.attend, shape.scale
-        is_wide = limits.attend is attend_by_products
-        self._query_scale = torch.tensor([shape.scale]) if is_wide else None
-        self._decode_scale = 1.0 if is_wide else shape.scale
+        is_fp32 = limits.attend is attend_by_products
+        # a decode step scales queries when it converts them to fp32; the kernel then has nothing to scale
+        self._query_scale = torch.tensor([shape.scale]) if is_fp32 else None
+        self._decode_scale = 1.0 if is_fp32 else shape.scale
         self._sinks = shape.sinks
-        self._padding = -self._group % limits.rows
+        self._padding = -self._group % limits.rows  # query rows per kv head of a decode row
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
             num_pages=num_pages,
@@ -132,10 +134,10 @@ class FusedAttention:
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
         self._calls: list[_DecodeCall] = []
-        self._shapes: tuple[int, list[tuple[int, int]]] = 0, []
+        self._shapes: tuple[int, list[tuple[int, int]]] = 0, []  # of the last step: rows, and (pages, width) of calls
         self._memory = kv_pool.new_empty(0)
         # padded queries of all rows, and a view without padding
-        self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_wide else dtype)
+        self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_fp32 else dtype)
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -189,6 +191,7 @@ class FusedAttention:
         self._own_queries = self._queries[:, :, : self._group]
 
     def _padded_width(self, visible: int) -> int:
+        """Return the smallest width with which the kernel computes a chunk with ``visible`` positions."""
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
 
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
@@ -229,21 +232,20 @@ class FusedAttention:
         torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
         keys, values = call.sides or from_stored(call.stored, self._dtype).to(self._queries.dtype).unbind(0)
         chosen = queries if units.rows is None else queries.index_select(0, units.rows)
-        if units.hidden is not None:
+        if units.mask is not None:
             assert self._decode is not None
             needs_sums = self._decode.num_lanes > 1 or bool(self._sinks)
-            return self._attend(
-                chosen, keys, values, hidden=units.hidden, scale=self._decode_scale, needs_sums=needs_sums
-            )
+            return self._attend(chosen, keys, values, mask=units.mask, scale=self._decode_scale, needs_sums=needs_sums)
         joined = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
         is_full_block = joined.shape[2] % SHARED_ROWS == 0
         outputs, sums = self._attend(
-            joined, keys, values, hidden=None, scale=self._decode_scale, is_full_block=is_full_block
+            joined, keys, values, mask=None, scale=self._decode_scale, is_full_block=is_full_block
         )
         shape = (len(chosen), -1)
         return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
+        """Divide a row of several tokens into blocks. start: index of its first token in the step."""
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
         table = self._paging.chunk_table(batch.page_table[row : row + 1].numpy(), -(-kv_length // CHUNK))
         first = kv_length - count
@@ -267,17 +269,17 @@ class FusedAttention:
         chunks: list[_Chunk] = []
         for begin in range(paging.first_seen(int(last[0])) // CHUNK * CHUNK, num_visible, CHUNK):
             chunk, width = begin // CHUNK, self._padded_width(min(CHUNK, num_visible - begin))
-            hidden: Tensor | None = None
+            mask: Tensor | None = None
             if begin + width > num_visible_to_all or begin < first_visible_to_all:
                 columns = torch.arange(begin, begin + width)
                 is_hidden = columns > last.unsqueeze(1)
                 if paging.window is not None:
                     is_hidden |= columns <= last.unsqueeze(1) - paging.window
-                hidden = is_hidden * MASKED
+                mask = is_hidden * MASKED
                 if self._attend is not attend_by_products:
-                    hidden = hidden.to(self._dtype).repeat(self._group, 1)
-                hidden = hidden[None, None]
-            chunks.append(_Chunk(chunk - first_chunk, paging.lane(chunk), width, hidden))
+                    mask = mask.to(self._dtype).repeat(self._group, 1)
+                mask = mask[None, None]
+            chunks.append(_Chunk(chunk - first_chunk, paging.lane(chunk), width, mask))
         return chunks
 
     def _grouped_sinks(self, layer: int) -> Tensor:
@@ -301,7 +303,7 @@ class FusedAttention:
                 outputs, sums = self._attend(
                     joined,
                     *kv,
-                    hidden=chunk.hidden,
+                    mask=chunk.mask,
                     scale=self._scale,
                     is_full_block=num_rows == BLOCK_TOKENS,
                     needs_sums=len(block.chunks) > 1 or bool(self._sinks),
