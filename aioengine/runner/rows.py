@@ -67,6 +67,7 @@ class RowTable:
     Attributes:
         num_embeddings: token ids are below this.
         processors: of the logits. mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
+        upload: copies a host array to the device, see ``Upload``.
         requests: uid -> open request.
         page_tables: their pages.
         last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device, in this order:
