@@ -25,9 +25,9 @@ from aioengine.attention._base import AttentionShape
 from aioengine.attention._cpu_units import CHUNK, MASKED
 from aioengine.kernels import linear
 
-Sums = tuple[Tensor, Tensor]
+ChunkResult = tuple[Tensor, Tensor]
 """The result of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
-Kernel = Callable[..., Sums]
+Kernel = Callable[..., ChunkResult]
 """Attends with queries [B, H, M, E] to keys, values [B, H, C, E].
 
 Keywords:
@@ -40,12 +40,14 @@ PIECE = 192
 """MKL computes the sums of longer rows in pieces of this length."""
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float, **_: bool) -> Sums:
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float, **_: bool
+) -> ChunkResult:
     """Implement ``Kernel`` with torch's fused kernel: queries [B, H, M, E]."""
-    sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+    result: ChunkResult = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
-    return sums
+    return result
 
 
 def attend_by_products(
@@ -57,7 +59,7 @@ def attend_by_products(
     scale: float,
     is_full_block: bool = False,
     needs_sums: bool = True,
-) -> Sums:
+) -> ChunkResult:
     """Implement ``Kernel`` in fp32 with matrix products and torch's softmax: queries [B, H, M, E].
 
     oneDNN only computes full blocks, because it compiles code for each M. A ``mask`` with fewer rows is repeated.
@@ -86,7 +88,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
-def _to_weights(scores: Tensor, mask: Tensor | None, *, needs_sums: bool) -> Sums:
+def _to_weights(scores: Tensor, mask: Tensor | None, *, needs_sums: bool) -> tuple[Tensor, Tensor]:
     """Return the softmax of scores [B, H, M, C] and the logarithms of the sums of exponentials [B, H, M].
 
     The exponential of the largest score is 1, so the largest weight is the inverse of the sum.

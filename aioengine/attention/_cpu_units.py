@@ -107,10 +107,10 @@ class Paging:
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
         """Convert KV slots [T] to indices [2 * T * K] of (page, kv head, offset) triples of keys, then of values."""
         pages, offsets = np.divmod(slot_mapping.numpy(), self.page_size)
-        pairs = self._pairs(pages)
+        pairs = self._pair_indices(pages)
         return torch.from_numpy((pairs * self.page_size + offsets[:, np.newaxis]).ravel())
 
-    def _pairs(self, pages: Ints64) -> Ints64:
+    def _pair_indices(self, pages: Ints64) -> Ints64:
         """Convert page ids [...] to indices [2, ..., K] of (page, kv head) pairs of keys and of values."""
         sides = np.arange(2).reshape(2, *(1,) * pages.ndim, 1) * (self.num_pages * self.num_kv_heads)
         return sides + (pages * self.num_kv_heads)[..., np.newaxis] + np.arange(self.num_kv_heads)
@@ -126,7 +126,7 @@ class Paging:
 
     def pairs(self, pages: Ints64) -> Tensor:
         """Convert page ids [U, P] to indices [2 * U * K * P] of (page, kv head) pairs of keys, then of values."""
-        return torch.from_numpy(self._pairs(pages).swapaxes(2, 3).ravel())
+        return torch.from_numpy(self._pair_indices(pages).swapaxes(2, 3).ravel())
 
     def decode_units(self, batch: ForwardBatch) -> DecodeUnits | None:
         """Divide the decode rows (rows of one token) into units. None: there are no decode rows."""

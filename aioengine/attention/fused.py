@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch
-from aioengine.attention._cpu_kernels import Sums, attend_by_products, limits_of, merge
+from aioengine.attention._cpu_kernels import ChunkResult, attend_by_products, limits_of, merge
 from aioengine.attention._cpu_units import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
 
@@ -40,7 +40,7 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
     return limits_of(shape, dtype) is not None
 
 
-def _by_lane(parts: dict[int, Sums]) -> Sums:
+def _by_lane(parts: dict[int, ChunkResult]) -> ChunkResult:
     """Stack the sums [...] of lanes -> fp32 [X, ...]. Missing lanes have no weight."""
     outputs, sums = next(iter(parts.values()))
     missing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
@@ -208,13 +208,13 @@ class FusedAttention:
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
             sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding)) if self._sinks else None
-            merged = merge(*self._decode_sums(decode, queries, layer), sinks)
+            merged = merge(*self._decode_results(decode, queries, layer), sinks)
         if self._padding:
             merged = merged[:, :, : self._group]
         merged = merged.reshape(decode.num_rows, -1)
         return merged if merged.dtype == q.dtype else merged.to(q.dtype)
 
-    def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
+    def _decode_results(self, decode: DecodeUnits, queries: Tensor, layer: int) -> ChunkResult:
         """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in lanes that a row does not use."""
         num_targets = decode.num_lanes * decode.num_rows
         outputs = queries.new_zeros(num_targets, *queries.shape[1:], dtype=torch.float32)
@@ -226,7 +226,7 @@ class FusedAttention:
         shape = (decode.num_lanes, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
-    def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> Sums:
+    def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> ChunkResult:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
         units = call.units
         torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
@@ -297,7 +297,7 @@ class FusedAttention:
             if padding := -block.size % self._limits.rows:
                 queries = functional.pad(queries, (0, 0, 0, padding))
             joined, num_rows = queries.reshape(1, kv_heads, -1, head_size), queries.shape[2]
-            parts: dict[int, Sums] = {}
+            parts: dict[int, ChunkResult] = {}
             for chunk in block.chunks:
                 kv = (part[chunk.index, None, :, : chunk.width] for part in (keys, values))
                 outputs, sums = self._attend(

@@ -213,7 +213,7 @@ def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pyt
 def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor, scale: float, **_: bool
-    ) -> _cpu_kernels.Sums:
+    ) -> _cpu_kernels.ChunkResult:
         """One position after the other, but in two halves where there are about 256 of them."""
         scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + mask
         terms = torch.exp(scores.clamp(max=9.0)).unsqueeze(-1) * v.float().unsqueeze(2)
