@@ -265,15 +265,14 @@ class DecodeGraphs:
 
         when_ready: called before its inputs overwrite those of the previous step.
         """
-        table, is_sampled = self._table, needs_only_temperature(sampled.records)
-        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
-        needs_masks = not (is_sampled or has_readers) and needs_only_temperature(
-            sampled.records, aside_from=table.mask_bit
-        )
+        table, records = self._table, sampled.records
+        is_sampled = needs_only_temperature(records)
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks  # of the logits
+        can_mask = not is_sampled and not has_readers and needs_only_temperature(records, aside_from=table.mask_bit)
         with profiled("prepare"):
             if rows.known_ids.size:
                 tokens = expand_rows(rows, table)
-                if is_sampled or needs_masks:  # otherwise the sampler still needs the previous tokens, for penalties
+                if is_sampled or can_mask:  # otherwise the sampler still needs the previous tokens, for penalties
                     tokens.targets[rows.token_ends - 1] = rows.row_indices
             else:
                 tokens = self._one_token_rows(rows, is_sampled=is_sampled)
@@ -282,7 +281,7 @@ class DecodeGraphs:
             return _results(graph, tokens.cascade.inverse, is_sampled=is_sampled)
         lasts = rows.token_ends - 1
         index = table.upload(lasts) if rows.known_ids.size else slice(len(lasts))
-        return _results(graph, index, is_sampled=is_sampled, masked=lasts.tolist() if needs_masks else None)
+        return _results(graph, index, is_sampled=is_sampled, masked=lasts.tolist() if can_mask else None)
 
     def replay_with_drafts(self, rows: StepRows, sampled: SampledRows, num_drafts: Ints64 | None) -> DecodeStep:
         """Queue a step with drafts, which must fit. Its graph samples after each token; ``accept`` stores the tokens.
