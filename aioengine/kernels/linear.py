@@ -1,13 +1,16 @@
 """Matmul with constant weights: x [T, I], weight [O, I], bias [O] -> [T, O].
 
 On a CPU a row of the result has the same bits for every T. Libraries may sum a row in an order that depends on T: one
-row often uses another kernel than many, and matrix units split the columns into other blocks. So each weight shape is
-tried at the start with the row counts of ``TILED_COUNTS``. A packed weight is multiplied only with counts that gave
-equal bits, or with counts of ``ROW_COUNTS`` above the largest one that differs: rows are padded to such a count, or
-split. If few counts agree in bf16 (with several threads a library may divide a long sum among them, and add the parts
-in another order for other row counts), the matmul runs in fp32. In other dtypes, rows are padded with copies to the
-smallest row count from which all counts agree, and split above the largest tried count. If no counts agree, rows are
-computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
+row often uses another kernel than many, and matrix units split the columns into other blocks. With several threads, a
+library may divide a long sum among them. So each weight shape is tried at the start with some row counts. Later, rows
+are padded with copies or split to counts that give equal bits:
+
+- bf16 and fp32, if oneDNN supports them (``packs``): ``TILED_COUNTS`` are tried, and the counts that agree are used.
+  Without a matrix unit, if only counts below ``COMMON_ROWS`` differ, all ``ROW_COUNTS`` above them are used. If few
+  counts agree in bf16, the matmul runs in fp32.
+- Other dtypes: ``TRIED_ROWS`` are tried. All counts from the next tried one above the largest that differs are used.
+
+If no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
 
 On a CPU with a matrix unit for bf16 (AMX), weights stay as they are, and the outputs are the rows of the product:
 weight times x.t(), transposed back. The unit then reads the weight sequentially. Packed weights with the same bits for
@@ -361,8 +364,8 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Matmul:
 
 
 class DeviceMatmul:
-    """Matmul for weight [O, I] and bias [O] on a GPU. Up to 64 rows use our own kernels, which read the weight at full
-    bandwidth; more rows use torch.
+    """Matmul for weight [O, I] and bias [O] on a GPU. Up to 64 rows use our own kernels where these are faster: they
+    read the weight at full bandwidth.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
