@@ -90,7 +90,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     loaded = _load(source, vocab_size, memory, times, report)
     model, draft = loaded.model, loaded.draft
     times.end("weights")
-    adapters = _take_adapters(model, settings, memory, shard.group)
+    adapters = _allocate_adapters(model, settings, memory, shard.group)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
     draft_cache, draft_model = (None, None) if draft is None else (draft.kv_cache, draft.model)
     demand = PoolDemand.of(settings, loaded.kv_cache, state_bytes=state_bytes, draft=draft_cache)
@@ -137,11 +137,11 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class _ModelSource:
-    """What a model is built from.
+    """Builds a model, and loads its weights.
 
     Attributes:
         config: config.json without its quantization.
-        widened: the GGUF types that are widened.
+        widened: the quantized types of a GGUF file that are dequantized while they are loaded.
     """
 
     settings: Settings
@@ -325,7 +325,7 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str, num_ran
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
-def _take_adapters(
+def _allocate_adapters(
     model: Model, settings: Settings, memory: DeviceMemory, ranks: RankGroup | None
 ) -> AdapterPool | None:
     """Allocate the adapter slots. None: LoRA is not enabled.
