@@ -119,7 +119,7 @@ class FusedAttention:
         self._query_scale = torch.tensor([shape.scale]) if is_fp32 else None
         self._decode_scale = 1.0 if is_fp32 else shape.scale
         self._sinks = shape.sinks
-        self._padding = -self._group % limits.rows  # query rows per kv head of a decode row
+        self._padding = -self._group % limits.rows  # query rows added per kv head of a decode row
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
             num_pages=num_pages,
