@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait_between_products
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
+from aioengine.kernels.triton.launcher import kernel, next_power_of_2, options
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
     return wide / (1.0 + tl.exp(-inner))
 
 
-@triton.jit
+@kernel()
 def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.
     tl.store(out + row * size + columns, ACTIVATION(wide).to(gate.dtype) * up, mask=mask)
 
 
-@triton.jit
+@kernel()
 def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
@@ -56,16 +56,12 @@ def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.conste
     tl.store(out + offsets, _gelu_of(loaded.to(tl.float32)).to(loaded.dtype), mask=mask)
 
 
-_gated = KernelLauncher(_gated_kernel)
-_gelu = KernelLauncher(_gelu_kernel)
-
-
 def gelu(x: Tensor) -> Tensor:
     """Return the exact GELU of contiguous x [...]."""
     out = torch.empty_like(x)
     size, block = x.numel(), 2048
     key = (x.dtype, size % 16 == 0, size >= 1 << 31, x.data_ptr() % 16)
-    _gelu((-(-size // block), 1, 1), key, (x, out, size, block), options(4))
+    _gelu_kernel((-(-size // block), 1, 1), key, (x, out, size, block), options(4))
     return out
 
 
@@ -78,6 +74,6 @@ def activate_and_mul(x: Tensor, name: str) -> Tensor:
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)
-    arguments = (x, out, size, activation, block)
-    _gated((num_rows, -(-size // block), 1), (x.dtype, size, activation, x.data_ptr() % 16), arguments, options(4))
+    key = x.dtype, size, activation, x.data_ptr() % 16
+    _gated_kernel((num_rows, -(-size // block), 1), key, (x, out, size, activation, block), options(4))
     return out

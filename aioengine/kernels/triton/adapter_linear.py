@@ -27,7 +27,7 @@ from aioengine.kernels.adapter_types import (
 )
 from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
@@ -81,7 +81,7 @@ def _entry(
     return entry, tl.where(slot > 0, tl.load(entry), 0) * _RANK_UNIT
 
 
-@triton.jit(do_not_specialize=["first_part", "slot_size", "num_tiles"])
+@kernel(do_not_specialize=["first_part", "slot_size", "num_tiles"])
 def _shrink_kernel(
     x: tl.tensor, pool: tl.tensor, table: tl.tensor, order: tl.tensor, slots: tl.tensor, partials: tl.tensor,
     first_part: tl.tensor, slot_size: tl.tensor, num_tiles: tl.tensor,
@@ -157,7 +157,7 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["first_part", "slot_size", "num_tiles"])
+@kernel(do_not_specialize=["first_part", "slot_size", "num_tiles"])
 def _expand_kernel(
     y: tl.tensor, out: tl.tensor, pool: tl.tensor, table: tl.tensor, order: tl.tensor, slots: tl.tensor,
     partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_tiles: tl.tensor,
@@ -202,7 +202,7 @@ def _expand_kernel(
         tl.store(values, (before.to(tl.float32) + more).to(before.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_part", "slot_size", "num_outputs", "num_programs"])
+@kernel(do_not_specialize=["first_part", "slot_size", "num_outputs", "num_programs"])
 def _vector_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, pool: tl.tensor, table: tl.tensor,
     slots: tl.tensor, partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_outputs: tl.tensor,
@@ -222,11 +222,6 @@ def _vector_kernel(
         line_pointers = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
         result = products(line_pointers, ranks[:, None] < num_ranks, x, SIZE, BLOCK)
         tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
-
-
-_shrink = KernelLauncher(_shrink_kernel)
-_vector = KernelLauncher(_vector_kernel)
-_expand = KernelLauncher(_expand_kernel)
 
 
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
@@ -252,7 +247,7 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         sizes_of_vector = num_outputs, num_programs, size, rows, block, weights.max_rank, unit_words
         arguments = (*tensors, *numbers, *sizes_of_vector)
         key = common, weight.shape, bias is None, *alignments(x, weight)
-        _vector((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
+        _vector_kernel((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
     else:
         y = matmul(x)
         is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
@@ -261,12 +256,12 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         arguments = (*tensors, *numbers, num_tiles, weights.size, num_rows, *programs, *ranks, is_ahead)
         num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
         key = common, x.data_ptr() % 16, is_ahead
-        _shrink((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
+        _shrink_kernel((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
     out = y.new_empty((y.shape[0], sizes[0])) if is_gated else y
     tensors = y, out, *memory, tiles.order, tiles.slots, partials
     programs = shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)
     arguments = (*tensors, *numbers, num_tiles, *sizes, num_rows, *programs, *ranks, is_gated)
     num_blocks = sum(-(-size // shape.outputs) for size in (sizes[:1] if is_gated else sizes))
     key = common, num_splits, y.data_ptr() % 16, is_gated
-    _expand((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))
+    _expand_kernel((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))
     return out

@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, has_dependent_launch, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -289,7 +289,7 @@ def tokens_of(
     return tile_start, first_token, count, first_page, length
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
+@kernel(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
 def _attend_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor,
     last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, sinks: tl.tensor,
@@ -329,7 +329,7 @@ def _attend_kernel(
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["max_splits", "num_programs", "most_alone"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids", "num_done"],
 )
@@ -378,10 +378,6 @@ def _splits_kernel(
                 whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
-
-
-_attend = KernelLauncher(_attend_kernel)
-_splits = KernelLauncher(_splits_kernel)
 
 
 class AttentionTile(NamedTuple):
@@ -489,7 +485,7 @@ def attend(
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, rules.sinks)
     key = (q.dtype, pool[0].dtype, sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
     grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
-    _attend(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), tile.launch_options)
+    _attend_kernel(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), tile.launch_options)
 
 
 def attend_splits(
@@ -522,4 +518,4 @@ def attend_splits(
     numbers = rules.scales, rules.factor(scale), max_splits, num_programs, most_alone
     grid = num_rows, -(-num_heads // group.heads), num_programs
     key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
-    _splits(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)
+    _splits_kernel(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)

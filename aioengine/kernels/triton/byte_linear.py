@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next, wait_between_products
-from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import activated, with_other_splits
 
 LARGEST = tl.constexpr(FP8_MAX)
@@ -67,7 +67,7 @@ def _as_pairs(values: tl.tensor, narrow: tl.constexpr, LOW: tl.constexpr) -> tup
     return high.to(narrow), low.to(narrow), scale
 
 
-@triton.jit(do_not_specialize=["num_padded"])
+@kernel(do_not_specialize=["num_padded"])
 def _quantize_rows_kernel(
     x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_padded: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr,
@@ -90,9 +90,6 @@ def _quantize_rows_kernel(
     tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
 
-_quantize_rows = KernelLauncher(_quantize_rows_kernel)
-
-
 def quantize_rows(x: Tensor, group: int, dtype: torch.dtype = FP8, low: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return x [T, I] as numbers [P, I], and their scales [G, P] fp32, one for each ``group`` inputs of a row.
 
@@ -107,8 +104,8 @@ def quantize_rows(x: Tensor, group: int, dtype: torch.dtype = FP8, low: float = 
     numbers = torch.empty((num_padded * (2 if low else 1), size), dtype=dtype, device=x.device)
     scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
     sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group), low
-    key = (x.dtype, dtype, sizes, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_padded, *sizes), options(8 if size > 2048 else 4))
+    key, arguments = (x.dtype, dtype, sizes, *alignments(x)), (x, numbers, scales, num_padded, *sizes)
+    _quantize_rows_kernel((num_rows, 1, 1), key, arguments, options(8 if size > 2048 else 4))
     return numbers, scales
 
 
@@ -132,7 +129,7 @@ def _finished(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_padded"])
+@kernel(do_not_specialize=["num_rows", "num_padded"])
 def _matmul_kernel(
     x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, partials: tl.tensor,
     num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_padded: tl.tensor, num_lines: tl.tensor,
@@ -180,7 +177,7 @@ def _matmul_kernel(
         tl.store(out + rows * num_outputs + outputs, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor,
     out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
@@ -220,10 +217,6 @@ def _few_rows_kernel(
         if GATED:
             result = activated(result, _finished(ups, scales, bias, num_outputs + lines, True), out.dtype.element_ty)
         tl.store(out + rows[None, :] * num_outputs + outputs, result.to(out.dtype.element_ty), mask=inside)
-
-
-_matmul = KernelLauncher(_matmul_kernel)
-_few_rows = KernelLauncher(_few_rows_kernel)
 
 
 @lru_cache(maxsize=1024)
@@ -287,10 +280,10 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor,
     tensors = codes.scales, bias, partials, num_done, out
     if converts:
         weight = TensorDescriptor.from_tensor(codes.numbers, [LINES, block])
-        _few_rows(grid, key, (x, weight, *tensors, num_rows, num_outputs, size, *sizes), options(4))
+        _few_rows_kernel(grid, key, (x, weight, *tensors, num_rows, num_outputs, size, *sizes), options(4))
     else:
         numbers, x_scales = quantize_rows(x, size, codes.numbers.dtype, low)
         counts = num_rows, x_scales.shape[1], num_lines
         arguments = (numbers, x_scales, codes.numbers, *tensors, *counts, size, codes.group, *sizes)
-        _matmul(grid, key, arguments, options(4))
+        _matmul_kernel(grid, key, arguments, options(4))
     return out

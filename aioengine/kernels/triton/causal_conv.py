@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments
+from aioengine.kernels.triton.launcher import alignments, kernel
 
 CHANNELS = tl.constexpr(256)
 """Channels per program, and in ``_block_kernel``."""
@@ -47,7 +47,7 @@ def _past_inputs(
     return state + slot * (WIDTH - 1) * num_channels + channels, has_past
 
 
-@triton.jit
+@kernel()
 def _step_kernel(
     x: tl.tensor, weight: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, bias: tl.tensor,
     out: tl.tensor, x_stride: tl.tensor, num_channels: tl.tensor,
@@ -72,7 +72,7 @@ def _step_kernel(
     tl.store(out + row * num_channels + channels, total.to(newest.dtype), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _block_kernel(
     x: tl.tensor, weight: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor,
     blocks: tl.tensor, bias: tl.tensor, out: tl.tensor, x_stride: tl.tensor, num_channels: tl.tensor,
@@ -104,7 +104,7 @@ def _block_kernel(
     tl.store(out + places, total.to(x.dtype.element_ty), mask=is_real)
 
 
-@triton.jit
+@kernel()
 def _state_kernel(
     x: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, x_stride: tl.tensor,
     num_channels: tl.tensor,
@@ -125,11 +125,6 @@ def _state_kernel(
         tl.store(inputs + place * num_channels, new, mask=inside)
 
 
-_step = KernelLauncher(_step_kernel)
-_block = KernelLauncher(_block_kernel)
-_state = KernelLauncher(_state_kernel)
-
-
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None, activates: bool
 ) -> Tensor:
@@ -141,13 +136,13 @@ def causal_conv(
     num_parts = -(-num_channels // CHANNELS.value)
     if rows.blocks is None:
         arguments = (x, weight, state, rows.slots, rows.starts, bias, out, *sizes, activates)
-        _step((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
+        _step_kernel((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
         return out
     tensors = x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, bias, out
     arguments = (*tensors, *sizes, activates)
-    _block((len(rows.blocks), -(-num_channels // BLOCK_CHANNELS.value), 1), key, arguments, {"num_warps": 8})
+    _block_kernel((len(rows.blocks), -(-num_channels // BLOCK_CHANNELS.value), 1), key, arguments, {"num_warps": 8})
     arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes)
-    _state((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
+    _state_kernel((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
     return out
 
 

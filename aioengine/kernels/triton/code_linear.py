@@ -18,7 +18,7 @@ from torch import Tensor
 from aioengine.kernels.codes import FP8, MIDDLE, PIECES, Codes, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
-from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import with_other_splits
 
 MAX_ROWS = 256
@@ -236,7 +236,7 @@ _ASM_INT8 = tl.constexpr(
 )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
@@ -289,9 +289,6 @@ def _matmul_kernel(
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         inside = is_row & (outputs < num_outputs)
         tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
-
-
-_matmul = KernelLauncher(_matmul_kernel)
 
 
 def serves_vector(codes: DeviceCodes) -> bool:
@@ -369,7 +366,7 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor)
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table, bias
     arguments = (x, *tensors, partials, num_done, out, num_rows, num_outputs, *sizes)
     key = (x.dtype, num_outputs, sizes, num_warps, *(None if own is None else own.dtype for own in tensors))
-    _matmul(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
+    _matmul_kernel(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
     return out
 
 
@@ -468,7 +465,7 @@ def numbers_of_words(words: tl.tensor, table: tl.tensor, scales: tl.tensor, PER_
     return numbers
 
 
-@triton.jit
+@kernel()
 def _dequantize_kernel(
     weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -483,7 +480,7 @@ def _dequantize_kernel(
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _dequantize_words_kernel(
     weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
     num_outputs: tl.tensor,
@@ -502,10 +499,6 @@ def _dequantize_words_kernel(
         tl.store(out + places * 4 + (tl.arange(0, WIDTH) + index * WIDTH)[None, :], parts[index])
 
 
-_dequantize = KernelLauncher(_dequantize_kernel)
-_dequantize_words = KernelLauncher(_dequantize_words_kernel)
-
-
 def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     """Return the weight [O, I], with its columns in the order of the codes."""
     num_outputs, size = codes.shape
@@ -515,9 +508,9 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     key = (*key, *alignments(codes.numbers))
     if codes.bits == 8:
         arguments = (*tensors[:3], out, num_outputs, size, codes.group, 1024)
-        _dequantize((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
+        _dequantize_kernel((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
     else:
         piece = piece_of(size)
         arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, LINES)
-        _dequantize_words((size // piece, -(-num_outputs // LINES), 1), key, arguments, options(4))
+        _dequantize_words_kernel((size // piece, -(-num_outputs // LINES), 1), key, arguments, options(4))
     return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import PIECES
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import activated
 
 OUTPUTS = tl.constexpr(8)
@@ -95,7 +95,7 @@ def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[
     return sums
 
 
-@triton.jit
+@kernel()
 def _code_vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
     out: tl.tensor, num_outputs: tl.tensor,
@@ -183,9 +183,6 @@ def _scaled_sums(
     return sums
 
 
-_code_vector = KernelLauncher(_code_vector_kernel)
-
-
 def serves(num_outputs: int, group: int) -> bool:
     """Return whether ``matmul`` supports codes with these outputs and inputs per scale."""
     return num_outputs % OUTPUTS.value == 0 and group % PIECES[0] == 0
@@ -207,5 +204,5 @@ def matmul(
     sizes = size, group, zero, block, is_gated
     key = (num_outputs, sizes, *(None if own is None else own.dtype for own in tensors), *alignments(x, words))
     arguments = (x, words, *tensors, out, num_outputs, *sizes)
-    _code_vector((num_outputs // OUTPUTS.value, 1, 1), key, arguments, options(block // 1024))
+    _code_vector_kernel((num_outputs // OUTPUTS.value, 1, 1), key, arguments, options(block // 1024))
     return out

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -157,7 +157,7 @@ def _attend_split(
             tl.store(done, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
+@kernel(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
     num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
@@ -195,9 +195,6 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
-_decode = KernelLauncher(_decode_kernel)
-
-
 def decode(
     q: Tensor,
     pool: tuple[Tensor, Tensor],
@@ -228,4 +225,4 @@ def decode(
     alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
     key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
-    _decode((num_kv_heads, max_splits, 1), key, arguments, options(4))
+    _decode_kernel((num_kv_heads, max_splits, 1), key, arguments, options(4))

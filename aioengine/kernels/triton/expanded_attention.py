@@ -14,13 +14,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, tokens_of
 from aioengine.kernels.triton.invariant_linear import loaded
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended
 
 LARGE = AttentionTile(128, 64, 8, 3)
@@ -36,7 +35,7 @@ def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
     return LARGE if -(-num_tokens // LARGE.rows) * num_heads >= ENOUGH_PROGRAMS else SMALL
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["first_page"],  # the stride has two specializations: multiples of 16, and other values
     do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "tiles"],
 )
@@ -90,9 +89,6 @@ def _attend_kernel(
     targets = out + (tokens * OUT_TOKEN)[:, None] + head * VALUE_SIZE + columns
     attended = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(targets, attended, mask=is_there[:, None] & (columns < VALUE_SIZE))
-
-
-_attend = KernelLauncher(_attend_kernel)
 
 
 class ExpandedKV(NamedTuple):
@@ -149,4 +145,4 @@ def attend(q: Tensor, kv: ExpandedKV, rows: PagedRows, tiles: ExpandedTiles, *, 
     num_stages = _num_stages(tile, sum(columns_of[:2]), columns_of[2], q.itemsize)
     options = {"num_warps": tile.num_warps, "num_stages": num_stages}
     numbers = scale / math.log(2), first_page, stride
-    _attend((num_heads, len(starts), 1), key, (*tensors, *numbers, *sizes), options)
+    _attend_kernel((num_heads, len(starts), 1), key, (*tensors, *numbers, *sizes), options)

@@ -33,7 +33,7 @@ from aioengine.kernels.triton.expert_codes import (
     vector_zeros,
 )
 from aioengine.kernels.triton.invariant_linear import loaded
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
+from aioengine.kernels.triton.launcher import alignments, kernel, options
 from aioengine.kernels.triton.routing import Tiling, align
 
 
@@ -58,7 +58,7 @@ def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.con
     return (gate / (1.0 + tl.exp(-gate))).to(narrow) * up.to(narrow)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@kernel(do_not_specialize=["max_tiles"])
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
@@ -109,7 +109,7 @@ def _tiled_kernel(
         tl.store(out + targets.to(tl.int64)[None, :] * NUM_OUTPUTS + outputs[:, None], result, mask=is_inside)
 
 
-@triton.jit
+@kernel()
 def _vector_gated_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
@@ -151,7 +151,7 @@ def _with_shared(
     return total
 
 
-@triton.jit
+@kernel()
 def _vector_down_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
@@ -188,7 +188,7 @@ def _vector_down_kernel(
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
+@kernel()
 def _sum_kernel(
     parts: tl.tensor, pair_weights: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor,
     num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -207,11 +207,6 @@ def _sum_kernel(
     total = _with_shared(total, shared, gates, token, places, is_output)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
-
-_tiled = KernelLauncher(_tiled_kernel)
-_vector_gated = KernelLauncher(_vector_gated_kernel)
-_vector_down = KernelLauncher(_vector_down_kernel)
-_sum = KernelLauncher(_sum_kernel)
 
 MAX_VECTOR_TOKENS = 4
 """Up to this number of tokens, each pair reads its expert separately, because few pairs share an expert."""
@@ -304,7 +299,7 @@ def _multiply_tiles(
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
     arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
-    _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
+    _tiled_kernel((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
 
 
@@ -315,7 +310,7 @@ def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tenso
     block = 1024 if num_tokens > 64 else 512
     arguments = (parts, tiling.chosen.weights, out, *(shared or (None, None)), num_outputs, top_k, block)
     key = parts.dtype, num_outputs, top_k, block, _shared_key(shared)
-    _sum((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
+    _sum_kernel((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
     return out
 
 
@@ -353,7 +348,7 @@ def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -
     sizes = num_outputs, size, top_k, outputs, block, unroll
     arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.how)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, weights.gate, bias is None, *alignments(x)
-    _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
+    _vector_gated_kernel((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
 
 
@@ -369,7 +364,7 @@ def multiply_vectors_down(
     sizes = num_outputs, size, top_k, outputs, block, unroll
     arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.how)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, _shared_key(shared)
-    _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
+    _vector_down_kernel((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out
 
 

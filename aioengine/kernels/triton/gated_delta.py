@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, DeltaGates, StateRows
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
 LEAST_TOKENS: Final = 32
 """Rows with at least this many tokens are faster in blocks than token by token."""
@@ -128,7 +128,7 @@ def _store_reading(
     tl.store(factors_out + 2 * num_factors, tl.exp(whole) + tl.zeros_like(total), mask=is_token)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _solve_kernel(
     channels: tl.tensor, steps: tl.tensor, scores: tl.tensor, rates: tl.tensor, biases: tl.tensor, ends: tl.tensor,
     blocks: tl.tensor, keys_out: tl.tensor, values_out: tl.tensor, weights_out: tl.tensor, factors_out: tl.tensor,
@@ -178,7 +178,7 @@ def _solve_kernel(
 
 
 # Computes the outputs and the state of a row, block after block.
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _rows_kernel(
     channels: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, solved_keys: tl.tensor,
     solved_values: tl.tensor, solved_weights: tl.tensor, factors: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
@@ -222,10 +222,6 @@ def _rows_kernel(
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
-_solve = KernelLauncher(_solve_kernel)
-_rows = KernelLauncher(_rows_kernel)
-
-
 def compute_blocks(
     channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, out: Tensor, key: tuple[object, ...]
 ) -> None:
@@ -247,12 +243,12 @@ def compute_blocks(
     tensors = channels, *gates, rows.ends, rows.blocks, keys, values, weights, factors
     numbers = num_channels, gates.steps.stride(0), num_heads, num_tokens, key_size**-0.5
     arguments = (*tensors, *numbers, *sizes, block_v, product)
-    _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
+    _solve_kernel((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
     block_v = min(block_v, _BLOCK_VALUES)
     num_warps, stages = (4, 3) if is_narrow else (8, 1)  # limited by registers and shared memory
     tensors = channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out
     arguments = (*tensors, num_channels, num_heads, num_tokens, *sizes, block_v, product, stages)
-    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})
+    _rows_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})
 
 
 _VALUES = 16
@@ -266,7 +262,7 @@ def _unit(x: tl.tensor) -> tl.tensor:
     return x / tl.sqrt_rn(tl.sum(x * x, 0) + EPSILON)
 
 
-@triton.jit
+@kernel()
 def _scan_kernel(
     channels: tl.tensor, steps: tl.tensor, scores: tl.tensor, log_rates: tl.tensor, biases: tl.tensor, state: tl.tensor,
     slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
@@ -304,7 +300,7 @@ def _scan_kernel(
     tl.store(places, matrix, mask=inside)
 
 
-@triton.jit
+@kernel()
 def _norm_kernel(
     heads: tl.tensor, gates: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, out: tl.tensor, gate_stride: tl.tensor,
     num_heads: tl.tensor,
@@ -321,10 +317,6 @@ def _norm_kernel(
     normed = (wide * inverse[:, None]).to(loaded.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
     gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(loaded.dtype), mask=inside)
-
-
-_scan = KernelLauncher(_scan_kernel)
-_norm = KernelLauncher(_norm_kernel)
 
 
 def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool) -> Tensor:
@@ -344,7 +336,7 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     arguments = (*tensors, num_channels, stride, num_heads, key_size**-0.5, *sizes, block_k, block_v, most)
     key = channels.dtype, num_channels, stride, num_heads, *sizes, *alignments(gates.steps, gates.scores, state)
     key = (*key, has_blocks, *rows_key(rows))
-    _scan((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
+    _scan_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
     if has_blocks:
         compute_blocks(channels, gates, state, rows, out=out, key=key)
     return out
@@ -357,5 +349,5 @@ def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor
     block = next_power_of_2(value_size)
     arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block)
     key = (heads.dtype, gates.stride(0), num_heads, value_size, gates.data_ptr() % 16)
-    _norm((num_tokens, -(-num_heads // HEADS.value), 1), key, arguments, {"num_warps": 4})
+    _norm_kernel((num_tokens, -(-num_heads // HEADS.value), 1), key, arguments, {"num_warps": 4})
     return out

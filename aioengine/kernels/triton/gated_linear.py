@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, options
+from aioengine.kernels.triton.launcher import compile_only, kernel, options
 from aioengine.kernels.triton.skinny_linear import activated
 
 LARGE_OUTPUTS = 8192
@@ -51,7 +51,7 @@ def _store(
     tl.store(out + rows * num_outputs + outputs, active, mask=(rows < num_rows) & (outputs < num_outputs))
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # row counts with the same programs share a specialization
+@kernel(do_not_specialize=["num_rows"])  # row counts with the same programs share a specialization
 def _gated_kernel(
     x: tl.tensor, x_more: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -75,9 +75,6 @@ def _gated_kernel(
     _store(gate, up, out, outputs, tl.arange(0, ROWS), num_outputs, num_rows)
     if MORE > 0:
         _store(gate_more, up_more, out, outputs, ROWS + tl.arange(0, MORE), num_outputs, num_rows)
-
-
-_gated = KernelLauncher(_gated_kernel)
 
 
 @lru_cache(maxsize=256)
@@ -108,5 +105,5 @@ def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
     tiles.append(TensorDescriptor.from_tensor(weight, [outputs, block]))
     arguments = (*tiles, out, num_rows, num_outputs, size, rows, more, outputs, block, stages)
     key = x.dtype, weight.shape, programs
-    _gated((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
+    _gated_kernel((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out

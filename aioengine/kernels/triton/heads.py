@@ -13,7 +13,7 @@ from torch import Tensor
 from aioengine.kernels.codes import FP8_MAX as LARGEST
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import wait_between_products
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import scales_key
 
 HEADS = tl.constexpr(8)  # per program
@@ -57,7 +57,7 @@ def _stored(numbers: tl.tensor, pool: tl.tensor, scales: tl.tensor, SIDE: tl.con
     return numbers.to(pool.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _rotate_kernel(
     heads: tl.tensor, token_stride: tl.tensor, rotation: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor,
     epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
@@ -106,7 +106,7 @@ def _rotate_kernel(
         store_halves(pointers, low, high, is_rotated_here, HALF)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
     queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, new_keys: tl.tensor, key_token: tl.tensor,
     key_head: tl.tensor, new_values: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, slots: tl.tensor,
@@ -143,7 +143,7 @@ def _rounded(wide: tl.tensor, like: tl.tensor) -> tl.tensor:
     return wide.to(like.dtype).to(tl.float32)
 
 
-@triton.jit
+@kernel()
 def _rotate_qk_kernel(
     queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, keys: tl.tensor, key_token: tl.tensor,
     key_head: tl.tensor, cos: tl.tensor, sin: tl.tensor, out_queries: tl.tensor, out_keys: tl.tensor,
@@ -174,11 +174,6 @@ def _rotate_qk_kernel(
     store_halves(out_key, turned_low, turned_high, is_key, HALF)
 
 
-_rotate = KernelLauncher(_rotate_kernel)
-_write = KernelLauncher(_write_kernel)
-_rotate_qk = KernelLauncher(_rotate_qk_kernel)
-
-
 def rotate(
     heads: Tensor,
     num_query: int,
@@ -202,7 +197,7 @@ def rotate(
     key = *dtypes, stride, sizes, out is None, scales_key(scales), *alignments(heads, heads if out is None else out)
     arguments = heads, stride, rotation, *(norms or (None,) * 3), slots, keys, values, out, scales, *sizes
     grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
-    _rotate(grid, key, arguments, options(4))
+    _rotate_kernel(grid, key, arguments, options(4))
 
 
 def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
@@ -215,7 +210,7 @@ def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
     tensors = (q, k, v) if out is None else (q, k, v, out)
     key = (q.dtype, keys.dtype, slots.dtype, sizes, scales_key(scales), _forms(tensors, strides))
     num_moved = 2 * num_kv if out is None else num_query + 2 * num_kv
-    _write((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
+    _write_kernel((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +225,7 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     arguments = (q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k, *sizes)
     key = (q.dtype, sizes, _forms((q, k, cos, sin), strides))
     grid = num_tokens, -(-(num_query + num_kv) // HEADS.value), 1
-    _rotate_qk(grid, key, arguments, options(4, fuses=False))
+    _rotate_qk_kernel(grid, key, arguments, options(4, fuses=False))
     return out_q, out_k
 
 

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aioengine.kernels.triton import skinny_linear
 from aioengine.kernels.triton.activation import activate_and_mul
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, has_dependent_launch, options
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, has_dependent_launch, kernel, options
 from aioengine.kernels.triton.skinny_linear import activated, prefetch
 
 Tile = tuple[int, int, int, int, int]
@@ -90,7 +90,7 @@ def _store(
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
+@kernel(do_not_specialize=["num_rows"])  # one specialization serves all counts
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -112,10 +112,7 @@ def _matmul_kernel(
     _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
-_matmul = KernelLauncher(_matmul_kernel)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -149,10 +146,7 @@ def _tiled_kernel(
         _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
-_tiled = KernelLauncher(_tiled_kernel)
-
-
-@triton.jit
+@kernel()
 def _row_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, SUMS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -194,9 +188,6 @@ def _row_kernel(
     if bias is not None:
         result += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
-
-
-_row = KernelLauncher(_row_kernel)
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
@@ -294,7 +285,7 @@ class InvariantMatmul:
         sizes = x.shape[1], sums, ROW_OUTPUTS, *row_programs(part, sums, is_gated=is_gated), is_gated
         key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
         arguments = (x, weight, bias, out, num_outputs, *sizes)
-        _row((-(-num_outputs // ROW_OUTPUTS), 1, 1), key, arguments, options(num_warps=sums))
+        _row_kernel((-(-num_outputs // ROW_OUTPUTS), 1, 1), key, arguments, options(num_warps=sums))
         return out
 
     def _tiled(self, x: Tensor, tile: Tile, *, is_gated: bool) -> Tensor:
@@ -310,7 +301,7 @@ class InvariantMatmul:
         if not is_gated:
             num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 and self._splits == 1 else 1))
         arguments = (*tensors, bias, out, num_rows, num_outputs, *sizes)
-        _tiled((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
+        _tiled_kernel((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
         return out
 
 
@@ -322,7 +313,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     arguments = (x, weight, bias, out, num_rows, num_outputs, size, rows, outputs, block)
     key = x.dtype, weight.shape, tile, *alignments(x, weight, *(() if bias is None else (bias,)))
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
-    _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
+    _matmul_kernel(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out
 
 
@@ -332,7 +323,7 @@ WIDE = 32, 32, 32, 4
 """For fp32, which is multiplied without tensor cores."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _heads_kernel(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
     NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, X_ROW: tl.constexpr, X_HEAD: tl.constexpr, WEIGHT_HEAD: tl.constexpr,
@@ -359,9 +350,6 @@ def _heads_kernel(
     tl.store(targets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-_heads = KernelLauncher(_heads_kernel)
-
-
 def head_matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Multiply x [T, H, I] by weight [H, I, O] into out [T, H, O]. The last dimension of x and out is contiguous."""
     num_rows = x.shape[0]
@@ -371,4 +359,4 @@ def head_matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
     tensors = x, weight, out
     key = x.dtype, sizes, *alignments(*tensors)
     grid = -(-num_rows // rows), -(-num_outputs // outputs), num_heads
-    _heads(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps})
+    _heads_kernel(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps})

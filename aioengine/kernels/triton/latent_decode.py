@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, pages_of
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_attended, store_split
 
 Queries = tuple[Tensor, Tensor]
@@ -61,7 +61,7 @@ def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BL
     )
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["few_parts", "most_parts"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
 )
@@ -112,9 +112,7 @@ def _parts_kernel(
         store_split(part_sums, part_marks, targets, (highest, total, sums), is_head, VALUE_SIZE)
 
 
-@triton.jit(
-    do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"]
-)
+@kernel(do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _merge_kernel(
     part_sums: tl.tensor, part_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
     few_parts: tl.tensor, most_parts: tl.tensor,
@@ -141,10 +139,6 @@ def _merge_kernel(
     tl.store(out + (row * NUM_HEADS + head) * VALUE_SIZE + columns, merged.to(out.dtype.element_ty), mask=is_column)
 
 
-_parts = KernelLauncher(_parts_kernel)
-_merge = KernelLauncher(_merge_kernel)
-
-
 def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, scale: float, out: Tensor) -> None:
     """Attend with queries [R, H, V] and rotated [R, H, P] of R rows to keys [N, 1, S, E] into ``out`` [R, H, V].
 
@@ -163,11 +157,11 @@ def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, sca
     sizes = (*strides, num_heads, page_size, key_size, value_size, columns, more, tile.rows, tile.block)
     key = latent.dtype, sizes, tile, *alignments(latent, rotated, keys, sums, stats, out)
     grid = -(-num_heads // tile.rows), num_rows, parts.most
-    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
+    _parts_kernel(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
     if not num_merged:
         return
     merged = max(min(MERGED_ELEMENTS // parts.most, columns), 32)
     sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
     key = out.dtype, sizes, *alignments(sums, stats, out)
     tensors = sums, stats, rows.page_starts, rows.last_lengths, out
-    _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})
+    _merge_kernel((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

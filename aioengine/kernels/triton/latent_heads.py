@@ -12,7 +12,7 @@ from torch import Tensor
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.heads import load_halves, rotated, store_halves
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.norms import rms_normed
 
 Norm = tuple[Tensor, Tensor]
@@ -31,7 +31,7 @@ def _store_key(
     store_halves(target + VALUE_SIZE + columns, low, high, columns < HALF, HALF)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _heads_kernel(
     q: tl.tensor, latents: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, rotation: tl.tensor,
     heads: tl.tensor, slots: tl.tensor, keys: tl.tensor,
@@ -74,9 +74,6 @@ def _heads_kernel(
             _store_key(slot, normed, key_low, key_high, VALUE_SIZE, HALF)
 
 
-_heads = KernelLauncher(_heads_kernel)
-
-
 def rotate(
     q: Tensor,
     latents: Tensor,
@@ -106,4 +103,4 @@ def rotate(
     places = None if slots is None or keys is None else (slots.dtype, *alignments(keys))
     key = q.dtype, sizes, places, *alignments(q, latents, norm[0], out)
     grid = num_tokens, -(-num_heads // HEADS.value) + 1, 1
-    _heads(grid, key, (q, latents, *norm, rotation, out, slots, keys, *sizes), options(4))
+    _heads_kernel(grid, key, (q, latents, *norm, rotation, out, slots, keys, *sizes), options(4))

@@ -8,7 +8,7 @@ compiles them in parallel (``compiled_in_threads``).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,6 +66,12 @@ class KernelLauncher:
             self._compiled[key] = self._kernel[grid](*arguments, **options)
         else:
             compiled[grid](*arguments)
+
+
+def kernel(**jit_options: object) -> Callable[[Callable[..., None]], KernelLauncher]:
+    """Return a decorator: ``triton.jit`` with these options, launched by a ``KernelLauncher``."""
+    jit = importlib.import_module("triton").jit(**jit_options)
+    return lambda function: KernelLauncher(jit(function))
 
 
 @contextmanager

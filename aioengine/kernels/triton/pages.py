@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 from aioengine.kernels.triton.scores import scales_key
 
 BLOCK = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@kernel(do_not_specialize=["part_stride"])
 def _clean_kernel(
     pool: tl.tensor, marks: tl.tensor, rows: tl.tensor, page_ids: tl.tensor, part_stride: tl.tensor,
     PAGE_ELEMENTS: tl.constexpr,
@@ -35,9 +35,6 @@ def _clean_kernel(
                 tl.store(page + offsets, tl.where(is_finite, elements, 0.0), mask=inside)
 
 
-_clean = KernelLauncher(_clean_kernel)
-
-
 def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
     """See ``kernels.clean_pages``: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
@@ -45,10 +42,10 @@ def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> No
     tensors = pool, token_ids, rows, page_ids
     key = (pool.dtype, page_elements, *alignments(*tensors))
     arguments = (*tensors, pool.stride(1), page_elements)
-    _clean((rows.shape[0], num_layers * num_sides, 1), key, arguments, {"num_warps": 4})
+    _clean_kernel((rows.shape[0], num_layers * num_sides, 1), key, arguments, {"num_warps": 4})
 
 
-@triton.jit
+@kernel()
 def _convert_kernel(
     keys: tl.tensor, values: tl.tensor, slots: tl.tensor, scales: tl.tensor, out_keys: tl.tensor, out_values: tl.tensor,
     NUM_KV: tl.constexpr, PAGE_SIZE: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -68,9 +65,6 @@ def _convert_kernel(
     tl.store(out_values + target, value.to(out_values.dtype.element_ty), mask=inside)
 
 
-_convert = KernelLauncher(_convert_kernel)
-
-
 def convert(
     pool: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype, scales: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +73,7 @@ def convert(
     keys, values = torch.empty(2, len(slots), num_kv, size, dtype=dtype, device=slots.device)
     sizes = num_kv, page_size, size, next_power_of_2(num_kv), next_power_of_2(size)
     key = pool[0].dtype, dtype, slots.dtype, sizes, scales_key(scales), *alignments(*pool, slots, values)
-    _convert((len(slots), 1, 1), key, (*pool, slots, scales, keys, values, *sizes), {"num_warps": 4})
+    _convert_kernel((len(slots), 1, 1), key, (*pool, slots, scales, keys, values, *sizes), {"num_warps": 4})
     return keys, values
 
 

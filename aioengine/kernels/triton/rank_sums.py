@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _received(words: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return found
 
 
-@triton.jit
+@kernel()
 def _sum_kernel(
     parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     epsilon: tl.tensor, inboxes: tl.tensor, turns: tl.tensor,
@@ -118,7 +118,6 @@ def _sum_kernel(
 
 MANY_ROWS = 1024
 """From this number of rows on, programs of few threads are faster. Measured on two H200s."""
-_sum = KernelLauncher(_sum_kernel)
 
 
 class Inboxes:
@@ -163,5 +162,5 @@ class Inboxes:
         aligned = alignments(parts, parts if residual is None else residual)
         key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
         num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)
-        _sum((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
+        _sum_kernel((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
         return out

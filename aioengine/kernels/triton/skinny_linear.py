@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, kernel, next_power_of_2, options
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def activated(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     return (wide / (1.0 + tl.exp(-wide))).to(DTYPE) * up.to(DTYPE)
 
 
-@triton.jit
+@kernel()
 def _gated_vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +87,6 @@ def _gated_vector_kernel(
 
 
 vector = KernelLauncher(vector_kernel)
-_gated_vector = KernelLauncher(_gated_vector_kernel)
 
 
 @lru_cache(maxsize=256)
@@ -124,7 +123,7 @@ def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     key = (x.dtype, weight.dtype, weight.shape, *alignments(x, weight))
     arguments = (x, weight, scales, out, num_outputs, size, outputs, block)
-    _gated_vector((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
+    _gated_vector_kernel((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out
 
 
@@ -167,7 +166,7 @@ def prefetch(addresses: tl.tensor) -> None:
         tl.inline_asm_elementwise(asm, "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor,
     num_rows: tl.tensor, num_outputs: tl.tensor,
@@ -195,9 +194,6 @@ def _skinny_kernel(
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
-
-
-_skinny = KernelLauncher(_skinny_kernel)
 
 
 @lru_cache(maxsize=1024)
@@ -238,5 +234,5 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs
     sizes = size, rows, outputs, block, splits, stages, ahead
     arguments = (x, weight, bias, partials, num_done, out, num_rows, num_outputs, *sizes)
     key = (x.dtype, weight.shape, programs, rows, bias is None, *alignments(x, weight))
-    _skinny((tiles, splits, 1), key, arguments, options(num_warps))
+    _skinny_kernel((tiles, splits, 1), key, arguments, options(num_warps))
     return out

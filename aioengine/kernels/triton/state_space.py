@@ -16,7 +16,7 @@ from torch import Tensor
 from aioengine.kernels.state_types import SpaceWeights, StateRows
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.gated_delta import LEAST_TOKENS, TOKENS, decayed, load_matrix
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
 _VALUES = 16, 32
 """State matrix columns per program, without and with blocks."""
@@ -34,7 +34,7 @@ def _times(
     return tl.where(inside, tl.minimum(tl.maximum(step, LEAST_TIME), MOST_TIME), 0.0)
 
 
-@triton.jit
+@kernel()
 def _rows_kernel(
     channels: tl.tensor, steps: tl.tensor, rates: tl.tensor, biases: tl.tensor, skips: tl.tensor, state: tl.tensor,
     slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
@@ -90,9 +90,6 @@ def _rows_kernel(
     tl.store(places, matrix, mask=is_key[:, None] & is_value[None, :])
 
 
-_rows = KernelLauncher(_rows_kernel)
-
-
 def state_space(
     channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows, in_blocks: bool
 ) -> Tensor:
@@ -113,5 +110,5 @@ def state_space(
         blocks = block_k, min(block_v, max_values)
         grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
         arguments = (*tensors, out, *sizes, *blocks, *weights.limits, least, most, in_blocks)
-        _rows(grid, (*key, in_blocks), arguments, {"num_warps": num_warps})
+        _rows_kernel(grid, (*key, in_blocks), arguments, {"num_warps": num_warps})
     return out
