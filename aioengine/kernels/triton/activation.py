@@ -12,8 +12,21 @@ from aioengine.kernels.triton.launcher import kernel, next_power_of_2, options
 
 
 @triton.jit
-def _silu_of(wide: tl.tensor) -> tl.tensor:
+def silu_of(wide: tl.tensor) -> tl.tensor:
+    """Return silu of fp32 numbers [...]."""
     return wide / (1.0 + tl.exp(-wide))
+
+
+@triton.jit
+def activated(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Return silu(gate) * up of fp32 sums [...]. Rounds like a separate matmul and activation."""
+    return silu_of(gate.to(DTYPE).to(tl.float32)).to(DTYPE) * up.to(DTYPE)
+
+
+@triton.jit
+def softplus_of(wide: tl.tensor) -> tl.tensor:
+    """Return softplus of fp32 numbers [...], as ``kernels.activation``."""
+    return tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0))))
 
 
 @triton.jit
@@ -65,7 +78,7 @@ def gelu(x: Tensor) -> Tensor:
     return out
 
 
-ACTIVATIONS = {"silu": _silu_of, "gelu": _gelu_of, "gelu_tanh": _gelu_tanh_of}
+ACTIVATIONS = {"silu": silu_of, "gelu": _gelu_of, "gelu_tanh": _gelu_tanh_of}
 
 
 def activate_and_mul(x: Tensor, name: str) -> Tensor:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
+from aioengine.kernels.triton.activation import silu_of
 from aioengine.kernels.triton.launcher import alignments, kernel
 
 CHANNELS = tl.constexpr(256)
@@ -24,9 +25,7 @@ def _result(total: tl.tensor, bias: tl.tensor, channels: tl.tensor, inside: tl.t
     """Add biases to ``total`` if there are any, and apply SiLU. channels: broadcast to the shape of ``total``."""
     if bias is not None:
         total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    return total
+    return silu_of(total) if SILU else total
 
 
 @triton.jit

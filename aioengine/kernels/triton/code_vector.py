@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.codes import PIECES
+from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import activated
 
 OUTPUTS = tl.constexpr(8)
 """Of a program: the scales of a group fill a sector of memory."""

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, DeltaGates, StateRows
+from aioengine.kernels.triton.activation import silu_of, softplus_of
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
@@ -46,8 +47,7 @@ def load_gates(
     """Return log(decay) and beta; both are 0 where not ``inside``."""
     score = tl.load(scores + places, mask=inside, other=0.0)
     beta = (1.0 / (1.0 + tl.exp(-score.to(tl.float32)))).to(score.dtype).to(tl.float32)
-    step = tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    step = softplus_of(tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias)
     return tl.where(inside, -tl.exp(rate) * step, 0.0), tl.where(inside, beta, 0.0)
 
 
@@ -316,7 +316,7 @@ def _norm_kernel(
     inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUES + tl.load(epsilon))
     normed = (wide * inverse[:, None]).to(loaded.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
     gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(loaded.dtype), mask=inside)
+    tl.store(out + places, (normed.to(tl.float32) * silu_of(gate)).to(loaded.dtype), mask=inside)
 
 
 def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool) -> Tensor:

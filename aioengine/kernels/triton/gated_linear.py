@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import compile_only, kernel, options
-from aioengine.kernels.triton.skinny_linear import activated
 
 LARGE_OUTPUTS = 8192
 LEAST_OUTPUTS = 7168

@@ -20,10 +20,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton import skinny_linear
-from aioengine.kernels.triton.activation import activate_and_mul
+from aioengine.kernels.triton.activation import activate_and_mul, activated
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.launcher import PROCESSORS, alignments, has_dependent_launch, kernel, options
-from aioengine.kernels.triton.skinny_linear import activated, prefetch
+from aioengine.kernels.triton.skinny_linear import prefetch
 
 Tile = tuple[int, int, int, int, int]
 """(rows, outputs, inputs per block, stages, warps)."""

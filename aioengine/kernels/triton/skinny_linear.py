@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, kernel, next_power_of_2, options
 
@@ -59,13 +60,6 @@ def vector_kernel(
     if bias is not None:
         result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
-
-
-@triton.jit
-def activated(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return silu(gate) * up of fp32 sums [...]. Rounds like a separate matmul and activation."""
-    wide = gate.to(DTYPE).to(tl.float32)
-    return (wide / (1.0 + tl.exp(-wide))).to(DTYPE) * up.to(DTYPE)
 
 
 @kernel()

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import SpaceWeights, StateRows
+from aioengine.kernels.triton.activation import softplus_of
 from aioengine.kernels.triton.causal_conv import rows_key, span_of
 from aioengine.kernels.triton.gated_delta import LEAST_TOKENS, TOKENS, decayed, load_matrix
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
@@ -29,8 +30,7 @@ def _times(
     steps: tl.tensor, inside: tl.tensor, bias: tl.tensor, LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr
 ) -> tl.tensor:
     """Return dt; 0 where not ``inside``."""
-    step = tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    step = softplus_of(tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias)
     return tl.where(inside, tl.minimum(tl.maximum(step, LEAST_TIME), MOST_TIME), 0.0)
 
 
