@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait
+from aioengine.kernels.triton.dependent import is_last, start_next_and_wait
 from aioengine.kernels.triton.launcher import alignments, has_dependent_launch, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
@@ -368,13 +368,12 @@ def _splits_kernel(
             targets = (row * max_splits + index) * SIZES.num_heads + heads
             store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
             index += num_programs
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
         done = num_done + row * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+        if is_last(done, num_used):
             tl.store(done, 0)
             whole = nothing_attended(SIZES.rows, SIZES.columns)
             for other in tl.range(first_index, end_index, loop_unroll_factor=4):
-                sources = (row * max_splits + other) * SIZES.num_heads + heads  # the loads bypass L1
+                sources = (row * max_splits + other) * SIZES.num_heads + heads
                 whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)

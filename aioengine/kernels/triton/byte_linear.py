@@ -161,10 +161,8 @@ def _matmul_kernel(
         if GROUP < SIZE:
             products *= tl.load(scales + (first + start) // GROUP * num_lines + clamped)
         total += products  # in fp32: the instruction for fp8 adds with fewer bits
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         rows = (first_row + tl.arange(0, ROWS))[None, :]
         result = _rows_of(total, LOW) if LOW > 0 else total
         result *= tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
@@ -209,10 +207,8 @@ def _few_rows_kernel(
         total += _rows_of(tl.dot(part, numbers).to(tl.float32), LOW) * scale[None, :]
         if GATED:
             ups += _rows_of(tl.dot(up_part, numbers).to(tl.float32), LOW) * scale[None, :]
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         lines, inside = tl.minimum(outputs, num_outputs - 1), (rows[None, :] < num_rows) & (outputs < num_outputs)
         result = _finished(total, scales, bias, lines, True)
         if GATED:

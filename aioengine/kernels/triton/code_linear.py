@@ -279,10 +279,8 @@ def _matmul_kernel(
                     words, vectors, clamped, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
                 )
                 total = tl.dot(joined(parts), vectors, total)
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         if BITS == 8 and GROUP == SIZE and offsets is None:
             total *= tl.load(scales + clamped)
         if bias is not None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait, wait
+from aioengine.kernels.triton.dependent import is_last, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
@@ -146,12 +146,11 @@ def _attend_split(
     else:
         split_heads = tl.program_id(1) * ALL_HEADS + token_heads
         store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
-        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
+        if is_last(done, count):
             sources = first_split * ALL_HEADS + token_heads
             whole = nothing_attended(QUERIES, HEAD_SIZE)
             for index in tl.range(0, count, loop_unroll_factor=4):
-                source = sources + index * ALL_HEADS  # the loads bypass L1: other programs wrote the splits
+                source = sources + index * ALL_HEADS
                 whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
             _finish(whole, *finished)
             tl.store(done, 0)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.activation import activated
-from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
+from aioengine.kernels.triton.dependent import DEPENDENT, is_last, wait_and_start_next
 from aioengine.kernels.triton.launcher import KernelLauncher, alignments, kernel, next_power_of_2, options
 
 
@@ -133,23 +133,24 @@ def with_other_splits(
     total: tl.tensor, partials: tl.tensor, num_done: tl.tensor, tile: tl.tensor, split: tl.tensor, SPLITS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Store the sum of one split of a tile [A, B]. The program that finishes last returns the sum of all splits, added
-    in order, and True; the others return their own sum and False.
+    in order, and True; the others return their own sum and False. With one split, nothing is stored.
 
     partials: [tiles, SPLITS, A, B]. num_done: [tiles] zeros, which are zeros again after the last program.
     """
-    HEIGHT: tl.constexpr = total.shape[0]
-    WIDTH: tl.constexpr = total.shape[1]
-    own = partials + tile.to(tl.int64) * (SPLITS * HEIGHT * WIDTH) + tl.arange(0, HEIGHT)[:, None] * WIDTH
-    own += tl.arange(0, WIDTH)[None, :]
-    tl.store(own + split * (HEIGHT * WIDTH), total)
-    tl.debug_barrier()  # all threads must have stored before one increments the counter
-    is_last = tl.atomic_add(num_done + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-    if is_last:
-        total = tl.load(own, cache_modifier=".cg")  # bypass L1: other multiprocessors wrote it
-        for other in tl.static_range(1, SPLITS):
-            total += tl.load(own + other * (HEIGHT * WIDTH), cache_modifier=".cg")
-        tl.store(num_done + tile, 0)
-    return total, is_last
+    all_done = True
+    if SPLITS > 1:
+        HEIGHT: tl.constexpr = total.shape[0]
+        WIDTH: tl.constexpr = total.shape[1]
+        own = partials + tile.to(tl.int64) * (SPLITS * HEIGHT * WIDTH) + tl.arange(0, HEIGHT)[:, None] * WIDTH
+        own += tl.arange(0, WIDTH)[None, :]
+        tl.store(own + split * (HEIGHT * WIDTH), total)
+        all_done = is_last(num_done + tile, SPLITS)
+        if all_done:
+            total = tl.load(own, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLITS):
+                total += tl.load(own + other * (HEIGHT * WIDTH), cache_modifier=".cg")
+            tl.store(num_done + tile, 0)
+    return total, all_done
 
 
 @triton.jit
@@ -180,10 +181,8 @@ def _skinny_kernel(
         part = tl.load(line_pointers + start + columns[None, :])
         vectors = tl.load(x + rows * SIZE + first + start + columns[:, None], mask=rows < num_rows, other=0.0)
         total = tl.dot(part, vectors, total)
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         inside = (rows < num_rows) & (outputs < num_outputs)
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
