@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.activation import activated
-from aioengine.kernels.triton.code_linear import DeviceCodes
 from aioengine.kernels.triton.dependent import wait_and_start_next, wait_between_products
+from aioengine.kernels.triton.device_codes import DeviceCodes
 from aioengine.kernels.triton.launcher import PROCESSORS, alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import with_other_splits
 

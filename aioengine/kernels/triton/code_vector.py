@@ -67,17 +67,15 @@ def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[
     HEIGHT: tl.constexpr = first.shape[0]
     LANES: tl.constexpr = first.shape[1] // 4
     if DEPENDENT:
-        scaled_vectors = ()
+        operands = (first, second)
         for index in tl.static_range(4):
             factor = tl.full(vectors[0].shape, 0x5E805E80 if index % 2 else 0x60806080, tl.int32)  # 2 ** 62, 2 ** 66
-            scaled_vectors += (
+            operands += (
                 tl.inline_asm_elementwise(_TIMES, "=r,r,r", [vectors[index], factor], tl.int32, is_pure=True, pack=1),
             )
         products = tl.inline_asm_elementwise(
-            _VECTOR_ASM, _VECTOR_REGISTERS,
-            [first, second, scaled_vectors[0], scaled_vectors[1], scaled_vectors[2], scaled_vectors[3]],
-            dtype=tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
+            _VECTOR_ASM, _VECTOR_REGISTERS, operands, dtype=tl.float32, is_pure=True, pack=4
+        )
         even, odd = tl.split(tl.reshape(products, (HEIGHT, LANES, 2, 2)))
         lane = tl.arange(0, LANES)[None, :, None]
         own = tl.where(lane // 4 % 2 == 0, even, odd)

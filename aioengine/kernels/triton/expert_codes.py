@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import Codes, piece_of
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
-from aioengine.kernels.triton.code_linear import (
+from aioengine.kernels.triton.device_codes import (
     DeviceCodes,
     device_codes,
     joined,
@@ -58,29 +58,28 @@ def _places(
 
 @triton.jit
 def add_products(
-    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tensor,
+    total: tl.tensor, weight: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Add the products of weight lines [outputs] with inputs [BLOCK, rows] to total [outputs, rows].
 
-    codes: weight, scales, zeros, offsets, table and number of lines. start: the first input. 4-bit codes: the block is
-    a piece.
+    codes: see ``weights_of``. start: the first input. 4-bit codes: the block is a piece.
     """
     PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
     columns = start // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
-    pointers = codes[0] + lines[:, None] * (SIZE // PER_WORD) + columns[None, :]
+    pointers = weight + lines[:, None] * (SIZE // PER_WORD) + columns[None, :]
     weights = loaded(pointers, (columns < SIZE // PER_WORD)[None, :], IS_WHOLE)
     if STORED is not None:
-        _, scales, zeros, offsets, table, num_lines = codes
+        scales, offsets, zeros, table, num_lines = codes
         if PER_WORD == 4:
-            tensors = num_lines, scales, offsets, zeros, table
-            weights = joined(weights_of(weights, inputs, lines[:, None], start, *tensors, STORED.group, STORED.zero))
+            weights = weights_of(weights, codes, lines[:, None], start, STORED.group, STORED.zero, inputs.dtype)
+            weights = joined(weights)
         else:
             RUNS: tl.constexpr = BLOCK // STORED.group
             COUNT: tl.constexpr = RUNS if STORED.num_groups > 1 and RUNS > 1 else 1
             places = _places(lines, num_lines, start, COUNT, BLOCK // COUNT, STORED)
             numbers = numbers_of(weights, table, scales)
-            weights = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs.dtype)
+            weights = scaled(numbers, scales, offsets, zeros, places, None, STORED.zero).to(inputs.dtype)
     return tl.dot(weights, inputs, total, input_precision="ieee")
 
 
@@ -130,14 +129,14 @@ def line_sums(products: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def vector_products(
-    codes: tl.tuple, lines: tl.tensor, is_output: tl.tensor, start: tl.tensor, inputs: tl.tuple,
+    weight: tl.tensor, codes: tl.tuple, lines: tl.tensor, is_output: tl.tensor, start: tl.tensor, inputs: tl.tuple,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return products of weight lines [outputs] with inputs. The sums over the dimensions but the first are results.
 
-    The shape is [outputs, BLOCK], or with codes [outputs, runs, words of a run]. codes: as in ``add_products``.
+    The shape is [outputs, BLOCK], or with codes [outputs, runs, words of a run]. codes: see ``weights_of``.
     """
-    weight, scales, zeros, offsets, table, num_lines = codes
+    scales, offsets, zeros, table, num_lines = codes
     if STORED is None:
         columns = start + tl.arange(0, BLOCK)[None, :]
         mask = is_output[:, None] & (columns < SIZE)
@@ -157,7 +156,7 @@ def vector_products(
         numbers = numbers_of_words(words, table, scales, PER_WORD)
         for index in tl.static_range(PER_WORD):
             own = _places(lines, num_lines, start + index * WIDTH, COUNT, PER_WORD * WIDTH, STORED)
-            result += scaled(numbers[index], scales, zeros, offsets, own, None, STORED.zero) * inputs[index]
+            result += scaled(numbers[index], scales, offsets, zeros, own, None, STORED.zero) * inputs[index]
     return result
 
 

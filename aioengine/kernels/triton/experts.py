@@ -22,8 +22,9 @@ from torch import Tensor
 from aioengine.kernels.codes import piece_of
 from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
 from aioengine.kernels.triton.activation import activated
-from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize
+from aioengine.kernels.triton.code_linear import dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.device_codes import DeviceCodes
 from aioengine.kernels.triton.expert_codes import (
     DeviceWeights,
     add_products,
@@ -72,7 +73,7 @@ def _tiled_kernel(
     the order of pairs. tiles: expert, start and end of the pairs in ``order``.
     """
     IS_GATED: tl.constexpr = GATE is not None
-    codes = (weight, scales, zeros, offsets, table, num_lines)
+    codes = scales, offsets, zeros, table, num_lines
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -92,9 +93,9 @@ def _tiled_kernel(
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
             inputs = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
-            total = add_products(total, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
+            total = add_products(total, weight, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
             if IS_GATED:
-                up = add_products(up, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
+                up = add_products(up, weight, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
         if bias is not None:
             total += tl.load(bias + lines).to(tl.float32)[:, None]
             if IS_GATED:
@@ -117,7 +118,7 @@ def _vector_gated_kernel(
     GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a block of outputs of one pair: x [T, D] -> activated [P, I]."""
-    codes = (weight, scales, zeros, offsets, table, num_lines)
+    codes = scales, offsets, zeros, table, num_lines
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -128,8 +129,8 @@ def _vector_gated_kernel(
     gate, up = vector_zeros(OUTPUTS, BLOCK, STORED), vector_zeros(OUTPUTS, BLOCK, STORED)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
         inputs = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
-        gate += vector_products(codes, lines, is_output, start, inputs, SIZE, BLOCK, STORED)
-        up += vector_products(codes, lines + num_outputs, is_output, start, inputs, SIZE, BLOCK, STORED)
+        gate += vector_products(weight, codes, lines, is_output, start, inputs, SIZE, BLOCK, STORED)
+        up += vector_products(weight, codes, lines + num_outputs, is_output, start, inputs, SIZE, BLOCK, STORED)
     gate_sum, up_sum = line_sums(gate), line_sums(up)
     if bias is not None:
         gate_sum += tl.load(bias + lines, mask=is_output, other=0.0).to(tl.float32)
@@ -160,7 +161,7 @@ def _vector_down_kernel(
     STORED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a block of outputs of one token, the weighted sum over its experts: x [P, I] -> [T, D]."""
-    codes = (weight, scales, zeros, offsets, table, num_lines)
+    codes = scales, offsets, zeros, table, num_lines
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -180,7 +181,7 @@ def _vector_down_kernel(
             inputs = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
             if STORED is None:
                 inputs = (inputs[0] * factors[index],)
-            part = vector_products(codes, lines[index], is_output, start, inputs, SIZE, BLOCK, STORED)
+            part = vector_products(weight, codes, lines[index], is_output, start, inputs, SIZE, BLOCK, STORED)
             products += part if STORED is None else part * factors[index]
     total += line_sums(products)
     places = token.to(tl.int64) * num_outputs + outputs

@@ -9,7 +9,8 @@ import torch
 
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.triton import byte_linear
-from aioengine.kernels.triton.code_linear import device_codes, num_tiles
+from aioengine.kernels.triton.code_linear import num_tiles
+from aioengine.kernels.triton.device_codes import device_codes
 
 torch.manual_seed(0)
 x = torch.randn(3, 320)
@@ -63,7 +64,7 @@ import torch
 
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.triton import byte_linear
-from aioengine.kernels.triton.code_linear import device_codes
+from aioengine.kernels.triton.device_codes import device_codes
 
 for dtype in (byte_linear.FP8, torch.int8):
     for group in (1024, 128):
