@@ -1,4 +1,4 @@
-"""Activations on a GPU, each in one pass over the memory. T rows, I intermediate size."""
+"""Activations on a GPU, each in one pass over the memory. T rows, F inner size."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ACTIVATIONS = {"silu": silu_of, "gelu": _gelu_of, "gelu_tanh": _gelu_tanh_of}
 
 
 def activate_and_mul(x: Tensor, name: str) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]. name: one of ``ACTIVATIONS``."""
+    """x [T, 2 F], gates first, contiguous -> activation(gate) * up [T, F]. name: one of ``ACTIVATIONS``."""
     activation = ACTIVATIONS[name]
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)

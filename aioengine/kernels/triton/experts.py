@@ -4,7 +4,7 @@ With few tokens, pairs are multiplied one by one: a program reads several rows o
 multiplied in tiles of pairs of one expert. The weight is the left operand, so that its outputs are the rows of the
 tensor core instruction. The K results of a token are added in the order in which its experts were chosen.
 
-T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs, O outputs of a
+T tokens, D hidden size, F inner size, E experts, K experts per token, P = T * K (token, expert) pairs, O outputs of a
 weight. A line is one output of one expert (``expert_codes``).
 """
 
@@ -69,7 +69,7 @@ def _tiled_kernel(
 ) -> None:  # fmt: skip
     """Compute a tile: some pairs of one expert, and a block of outputs.
 
-    With GATE: x [T, D] -> activated [P, I], in the order of the tiling. Without: x [P, I] in this order -> [P, D], in
+    With GATE: x [T, D] -> activated [P, F], in the order of the tiling. Without: x [P, F] in this order -> [P, D], in
     the order of pairs. tiles: expert, start and end of the pairs in ``order``.
     """
     IS_GATED: tl.constexpr = GATE is not None
@@ -117,7 +117,7 @@ def _vector_gated_kernel(
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     GATE: tl.constexpr, STORED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a block of outputs of one pair: x [T, D] -> activated [P, I]."""
+    """Compute a block of outputs of one pair: x [T, D] -> activated [P, F]."""
     codes = scales, offsets, zeros, table, num_lines
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -160,7 +160,7 @@ def _vector_down_kernel(
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
     STORED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a block of outputs of one token, the weighted sum over its experts: x [P, I] -> [T, D]."""
+    """Compute a block of outputs of one token, the weighted sum over its experts: x [P, F] -> [T, D]."""
     codes = scales, offsets, zeros, table, num_lines
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -287,7 +287,7 @@ def _multiply_tiles(
     num_outputs: int,
     gate: GateFunction | None,
 ) -> Tensor:
-    """x [T, D] -> activated [P, I], in the order of the tiling; or x [P, I] in this order -> [P, D], in order of pairs.
+    """x [T, D] -> activated [P, F], in the order of the tiling; or x [P, F] in this order -> [P, D], in order of pairs.
 
     gate: the gate function if the weight has gates.
     """
@@ -340,7 +340,7 @@ def programs_for(size: int, num_matrices: int, block: int) -> Programs:
 
 
 def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -> Tensor:
-    """x [T, D] -> activated [P, I], in the order of pairs."""
+    """x [T, D] -> activated [P, F], in the order of pairs."""
     stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
     programs = programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES
@@ -356,7 +356,7 @@ def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -
 def multiply_vectors_down(
     x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None
 ) -> Tensor:
-    """x [P, I] -> [T, D], plus the outputs of shared experts."""
+    """x [P, F] -> [T, D], plus the outputs of shared experts."""
     stored, bias = stored_weight(weights.down), weights.down_bias
     num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
     programs = programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES
