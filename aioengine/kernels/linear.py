@@ -47,7 +47,7 @@ COMMON_ROWS = 8
 """Only row counts that give the same bits as this one are used."""
 LEAST_COUNT = 16
 """If the largest usable row count is smaller, another dtype is tried."""
-FEW_ROWS = 32
+UNSPLIT_ROWS = 32
 """Up to this row count, rows are padded rather than split."""
 MAX_TRIED_ELEMENTS = 2 << 20
 """Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
@@ -379,7 +379,7 @@ class DeviceMatmul:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows <= self._kernels.MAX_ROWS and x.is_contiguous():
+        if num_rows <= self._kernels.SKINNY_ROWS and x.is_contiguous():
             if num_rows == 1:
                 return self._kernels.vector_matmul(x, self.weight, self.bias)
             programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
@@ -441,7 +441,7 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     """Return the next larger of ``counts``, or the next smaller one if a third of the rows would be padding."""
     larger = next(count for count in counts if count >= num_rows)
     smaller = max((count for count in counts if count <= num_rows), default=larger)
-    return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
+    return smaller if smaller >= UNSPLIT_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
 def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:

@@ -28,7 +28,7 @@ from aioengine.kernels.adapter_types import (
 from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import FEW_OUTPUTS, alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
@@ -36,7 +36,6 @@ _RANK_UNIT = tl.constexpr(RANK_UNIT)
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 
-LARGE_OUTPUTS = 4096
 MAX_AHEAD_ROWS = 64
 """Maximum rows with which the first kernel runs concurrently with the matmul. Up to this number, the kernels of
 ``kernels.linear`` let the next kernel start when their input is complete, or only at their end.
@@ -68,7 +67,7 @@ def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, is_narr
         return _Shape(min(ranks, 32), 32, 512, 64, 16, 4, 4)
     if num_rows == FEW_ROWS_OF_TILE:
         split = min(max(next_power_of_2(size) // 4, 256), 2048)
-        outputs, warps = (256, 8) if num_outputs >= LARGE_OUTPUTS else (128, 4)
+        outputs, warps = (256, 8) if num_outputs >= FEW_OUTPUTS else (128, 4)
         return _Shape(ranks, min(split, 8192 // ranks), split, outputs, 16, 4, warps)
     return _Shape(ranks, 64, 2048, 128, min(ranks, 32), 4, 8)
 

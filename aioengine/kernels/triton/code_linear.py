@@ -19,23 +19,24 @@ from aioengine.kernels.codes import FP8, PIECES, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.device_codes import DeviceCodes, joined, scaled, weights_of
-from aioengine.kernels.triton.launcher import PROCESSORS, alignments, kernel, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import with_other_splits
+from aioengine.kernels.triton.launcher import MANY_OUTPUTS, PROCESSORS, alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, with_other_splits
 
-MAX_ROWS = 256
-LEAST_ROWS = 8
-ROWS = 64
+MAX_CODE_ROWS = 256
+"""With more rows, it is faster to dequantize the weight first; see ``max_rows``."""
+SMALL_ROWS = 64
 """Up to this number of rows, programs are smaller."""
-OUTPUTS = 64
+LEAST_OUTPUTS = 64
 """Minimum outputs of a program."""
-MANY_OUTPUTS = 16_384
 MANY_INPUTS = 8192
+"""With more inputs and few rows, they are split more often."""
 PIECE = tl.constexpr(PIECES[0])
-LINES = 32
+"""Columns of the pieces of 4-bit codes that ``matmul`` supports."""
+DEQUANTIZED_LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""
 
 
-class Programs(NamedTuple):
+class CodePrograms(NamedTuple):
     """Outputs, inputs per block, splits of the inputs, stages, warps, and rows of a program."""
 
     outputs: int
@@ -46,7 +47,7 @@ class Programs(NamedTuple):
     rows: int
 
 
-class Tile(NamedTuple):
+class CodeTile(NamedTuple):
     """Outputs and rows of a program, and its warps.
 
     The inputs are split while there are fewer than ``programs`` programs, into parts of at least ``inputs``.
@@ -59,9 +60,10 @@ class Tile(NamedTuple):
     inputs: int
 
 
+LARGE_TILE = CodeTile(128, 256, 8, 120, 2048)
 TILES = {
-    "few": {64: Tile(64, 64, 4, 240, 512), 256: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
-    "many": {64: Tile(128, 64, 4, 132, 2048), 128: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
+    "few": {64: CodeTile(64, 64, 4, 240, 512), 256: CodeTile(64, 128, 4, 132, 2048), 512: LARGE_TILE},
+    "many": {64: CodeTile(128, 64, 4, 132, 2048), 128: CodeTile(64, 128, 4, 132, 2048), 512: LARGE_TILE},
 }
 """Few or ``MANY_OUTPUTS`` of 4-bit codes -> maximum rows -> tile."""
 
@@ -164,19 +166,20 @@ def serves(size: int, group: int, bits: int) -> bool:
 
 def max_rows(codes: DeviceCodes) -> int:
     """Return the maximum number of rows with which ``matmul`` is faster than dequantizing the weight first."""
-    return 2 * MAX_ROWS if codes.bits == 4 and codes.table is None and codes.offsets is None else MAX_ROWS
+    return 2 * MAX_CODE_ROWS if codes.bits == 4 and codes.table is None and codes.offsets is None else MAX_CODE_ROWS
 
 
 @lru_cache(maxsize=1024)
-def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
+def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> CodePrograms:
     """Return the programs, as measured on an H200 for the layers of an 8B model."""
     is_large = num_outputs >= MANY_OUTPUTS
     if bits == 8:
-        few, many = Tile(64, ROWS, 4, 2 * PROCESSORS, size // 4), Tile(128, ROWS, 8, PROCESSORS, size // 4)
-        tile = few if num_rows <= ROWS else many
+        tile = CodeTile(64, SMALL_ROWS, 4, 2 * PROCESSORS, size // 4)
+        if num_rows > SMALL_ROWS:
+            tile = CodeTile(128, SMALL_ROWS, 8, PROCESSORS, size // 4)
     else:
         tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
-        if size > MANY_INPUTS and num_rows <= ROWS // 2 and not is_large:
+        if size > MANY_INPUTS and num_rows <= SMALL_ROWS // 2 and not is_large:
             tile = tile._replace(programs=2 * tile.programs)
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), tile.rows)
     tiles, splits = -(-num_outputs // tile.outputs) * -(-num_rows // rows), 1
@@ -187,14 +190,16 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
         has_long_blocks, stages = num_rows == 1 and group % (2 * PIECES[0]) == 0, 4 if splits == 1 else 3
     else:
         has_long_blocks = rows in (8, 32) if is_large else rows == 32 and splits == 4 and is_crowded
-        stages = 3 if has_long_blocks or rows > ROWS or (rows == ROWS and not is_large and is_crowded) else 4
+        stages = (
+            3 if has_long_blocks or rows > SMALL_ROWS or (rows == SMALL_ROWS and not is_large and is_crowded) else 4
+        )
     block = 2 * PIECES[0] if has_long_blocks and size % (2 * splits * PIECES[0]) == 0 else PIECES[0]
-    return Programs(tile.outputs, block, splits, stages, tile.warps, rows)
+    return CodePrograms(tile.outputs, block, splits, stages, tile.warps, rows)
 
 
 def num_tiles(num_outputs: int) -> int:
     """Return the maximum number of output tiles. Each needs a counter."""
-    return -(-num_outputs // OUTPUTS) * -(-MAX_ROWS // ROWS)
+    return -(-num_outputs // LEAST_OUTPUTS) * -(-MAX_CODE_ROWS // SMALL_ROWS)
 
 
 def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:
@@ -261,6 +266,6 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
         _dequantize_kernel((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
     else:
         piece = piece_of(size)
-        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, LINES)
-        _dequantize_words_kernel((size // piece, -(-num_outputs // LINES), 1), key, arguments, options(4))
+        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, DEQUANTIZED_LINES)
+        _dequantize_words_kernel((size // piece, -(-num_outputs // DEQUANTIZED_LINES), 1), key, arguments, options(4))
     return out

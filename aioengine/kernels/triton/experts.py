@@ -34,19 +34,9 @@ from aioengine.kernels.triton.expert_codes import (
     vector_products,
     vector_zeros,
 )
-from aioengine.kernels.triton.invariant_linear import loaded
+from aioengine.kernels.triton.invariant_linear import Tile, loaded
 from aioengine.kernels.triton.launcher import alignments, kernel, options
 from aioengine.kernels.triton.routing import Tiling, align
-
-
-class ExpertTile(NamedTuple):
-    """The tile of a program: pairs (``rows``) and outputs. ``block``: inputs that it loads at once."""
-
-    rows: int
-    outputs: int
-    block: int
-    stages: int
-    warps: int
 
 
 @triton.jit
@@ -211,15 +201,15 @@ def _sum_kernel(
 
 MAX_VECTOR_TOKENS = 4
 """Up to this number of tokens, each pair reads its expert separately, because few pairs share an expert."""
-FP32 = ExpertTile(16, 32, 32, 2, 4)
+FP32 = Tile(16, 32, 32, 2, 4)
 """The tile for fp32, which runs without tensor cores."""
-INVARIANT = ExpertTile(64, 64, 64, 4, 4)
+INVARIANT = Tile(64, 64, 64, 4, 4)
 """The tile for batch-invariant results."""
 TILES = (
-    (8, ExpertTile(16, 64, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)),
-    (20, ExpertTile(32, 64, 64, 5, 4), ExpertTile(32, 128, 64, 3, 4)),
-    (48, ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 3, 4)),
-    (math.inf, ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 3, 8)),
+    (8, Tile(16, 64, 128, 3, 4), Tile(16, 64, 128, 3, 4)),
+    (20, Tile(32, 64, 64, 5, 4), Tile(32, 128, 64, 3, 4)),
+    (48, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 3, 4)),
+    (math.inf, Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)),
 )
 """(maximum average pairs per expert, tile of the first matmul, tile of the second). Both tiles have the same number of
 rows. The fastest on an H200 for the sizes of Qwen3-30B-A3B; among the fastest for gpt-oss-20b and Qwen3-Next-80B.
@@ -229,9 +219,9 @@ VECTOR_PARTS = 48
 
 
 CODE_TILES = (
-    (8, ExpertTile(16, 64, 64, 5, 4), ExpertTile(16, 64, 64, 5, 4)),
-    (40, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 128, 64, 4, 8)),
-    (math.inf, ExpertTile(64, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
+    (8, Tile(16, 64, 64, 5, 4), Tile(16, 64, 64, 5, 4)),
+    (40, Tile(32, 64, 64, 4, 4), Tile(32, 128, 64, 4, 8)),
+    (math.inf, Tile(64, 128, 64, 4, 8), Tile(64, 128, 64, 4, 8)),
 )
 """As ``TILES``, for codes; the fastest on an H200 for gpt-oss-20b in MXFP4."""
 MANY_PAIRS = 256
@@ -242,7 +232,7 @@ MAX_WIDE_BYTES = 5 << 30
 
 def tiles_for(
     num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool, is_coded: bool = False
-) -> tuple[ExpertTile, ExpertTile]:
+) -> tuple[Tile, Tile]:
     """Return the tiles of both matmuls. They have the same number of rows."""
     if dtype == torch.float32:
         return FP32, FP32
@@ -283,7 +273,7 @@ def _multiply_tiles(
     weight: Tensor | DeviceCodes,
     bias: Tensor | None,
     tiling: Tiling,
-    tile: ExpertTile,
+    tile: Tile,
     num_outputs: int,
     gate: GateFunction | None,
 ) -> Tensor:
@@ -315,7 +305,7 @@ def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tenso
     return out
 
 
-class Programs(NamedTuple):
+class VectorPrograms(NamedTuple):
     """Outputs, inputs per block, blocks per iteration and warps of a program that multiplies vectors.
 
     Each warp loads x for its own weight rows: sharing x would need a barrier.
@@ -327,16 +317,16 @@ class Programs(NamedTuple):
     warps: int
 
 
-VECTOR_CODES = Programs(4, 1024, 1, 4)
+VECTOR_CODES = VectorPrograms(4, 1024, 1, 4)
 """The programs for codes."""
 
 
 @lru_cache(maxsize=64)
-def programs_for(size: int, num_matrices: int, block: int) -> Programs:
+def programs_for(size: int, num_matrices: int, block: int) -> VectorPrograms:
     """Return the programs for weight rows of ``size`` elements in ``num_matrices`` matrices, loaded in blocks."""
     num_blocks = -(-size // block)
     num_rounds = -(-num_blocks * num_matrices * block // (256 * VECTOR_PARTS))
-    return Programs(4, block, -(-num_blocks // num_rounds), 4)
+    return VectorPrograms(4, block, -(-num_blocks // num_rounds), 4)
 
 
 def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -> Tensor:

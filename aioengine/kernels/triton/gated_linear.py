@@ -19,14 +19,12 @@ from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.launcher import compile_only, kernel, options
 
-LARGE_OUTPUTS = 8192
-LEAST_OUTPUTS = 7168
-"""The inner size of an 8B model on one of two GPUs. There the kernel is faster with up to ``FEW_ROWS``."""
-FEW_ROWS = 64
-Programs = tuple[int, int, int, int, int, int]
+MAX_GATED_ROWS = {8192: 128, 7168: 64}
+"""Minimum outputs -> rows up to which this kernel is faster. An 8B model has 14,336, or 7,168 on one of two GPUs."""
+GatedPrograms = tuple[int, int, int, int, int, int]
 """(outputs per program, inputs per block, stages, warps, rows, more rows)."""
 
-PROGRAMS: dict[int, Programs] = {
+PROGRAMS: dict[int, GatedPrograms] = {
     16: (64, 128, 3, 4, 16, 0),
     32: (64, 128, 3, 4, 32, 0),
     64: (64, 128, 3, 4, 64, 0),
@@ -37,7 +35,6 @@ PROGRAMS: dict[int, Programs] = {
 """Maximum rows -> programs. In decode steps of an 8B model on an H200, a layer takes 1 us less with 8 rows, 2 us with
 64, and 7 of 230 us with 128. With more rows, torch's matmul with a separate activation is as fast.
 """
-MAX_ROWS = 128
 
 
 @triton.jit
@@ -78,10 +75,10 @@ def _gated_kernel(
 
 
 @lru_cache(maxsize=256)
-def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
+def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> GatedPrograms | None:
     """Return the programs for the fused kernel; None: it does not support the sizes, or separate kernels are faster."""
-    most = MAX_ROWS if num_outputs >= LARGE_OUTPUTS else FEW_ROWS
-    if num_outputs < LEAST_OUTPUTS or size % 64 or num_rows == 1 or num_rows > most:
+    max_rows = next((rows for outputs, rows in MAX_GATED_ROWS.items() if num_outputs >= outputs), 0)
+    if size % 64 or num_rows == 1 or num_rows > max_rows:
         return None
     return next(programs for most, programs in PROGRAMS.items() if num_rows <= most)
 
@@ -95,7 +92,7 @@ def compile_specializations(weight: Tensor) -> None:
                 matmul(weight.new_empty(num_rows, weight.shape[1]), weight, programs)
 
 
-def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, programs: GatedPrograms) -> Tensor:
     """x [T, I], weight [2 O, I] -> [T, O]; both are contiguous and aligned to 16 bytes."""
     outputs, block, stages, num_warps, rows, more = programs
     num_rows, size = x.shape

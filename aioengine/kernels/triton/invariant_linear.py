@@ -12,6 +12,7 @@ dtypes and sizes. H heads.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,21 +23,37 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aioengine.kernels.triton import skinny_linear
 from aioengine.kernels.triton.activation import activate_and_mul, activated
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import PROCESSORS, alignments, has_dependent_launch, kernel, options
+from aioengine.kernels.triton.launcher import (
+    FEW_OUTPUTS,
+    MANY_OUTPUTS,
+    PROCESSORS,
+    alignments,
+    has_dependent_launch,
+    kernel,
+    options,
+)
 from aioengine.kernels.triton.skinny_linear import prefetch
 
-Tile = tuple[int, int, int, int, int]
-"""(rows, outputs, inputs per block, stages, warps)."""
 
-TINY: Tile = 64, 64, 64, 6, 4
-SMALL: Tile = 64, 128, 64, 4, 4
-MEDIUM: Tile = 128, 128, 64, 3, 4
-LARGE: Tile = 128, 256, 64, 4, 8
-SPLIT_TINY: Tile = 64, 64, 64, 3, 4
+class Tile(NamedTuple):
+    """Rows and outputs of a program, the inputs of a block, the stages of its loop, and its warps."""
+
+    rows: int
+    outputs: int
+    block: int
+    stages: int
+    warps: int
+
+
+TINY = Tile(64, 64, 64, 6, 4)
+SMALL = Tile(64, 128, 64, 4, 4)
+MEDIUM = Tile(128, 128, 64, 3, 4)
+LARGE = Tile(128, 256, 64, 4, 8)
+SPLIT_TINY = Tile(64, 64, 64, 3, 4)
 """A tile for two sums of each element, which are both in registers. Each stage loads the inputs of both."""
-SPLIT_SMALL: Tile = 64, 128, 64, 4, 4
-SPLIT_MEDIUM: Tile = 128, 128, 64, 3, 8
-GATED: Tile = 128, 128, 64, 4, 8
+SPLIT_SMALL = Tile(64, 128, 64, 4, 4)
+SPLIT_MEDIUM = Tile(128, 128, 64, 3, 8)
+GATED = Tile(128, 128, 64, 4, 8)
 GATED_SIZE = 2048
 """With more inputs and many rows, a separate activation is faster."""
 FEW_INPUTS = 1024
@@ -45,15 +62,12 @@ ROW_OUTPUTS = 8
 """Outputs of a program that multiplies one row: the minimum for tensor cores."""
 COPIES = tl.constexpr(16)
 """Copies of one row, which tensor cores multiply: the minimum."""
-ANY: Tile = 64, 64, 128, 4, 4
+ANY = Tile(64, 64, 128, 4, 4)
 """The tile of the kernel that supports all sizes, in 16 bits."""
-FP32: Tile = 32, 32, 32, 2, 4
+FP32 = Tile(32, 32, 32, 2, 4)
 """The tile of fp32 matmuls, which run without tensor cores."""
-SKINNY_ROWS = 64
-"""With up to this number of rows, ``skinny_linear`` is faster than tiles."""
-FEW_ROWS = 256
+SMALL_TILE_ROWS = 256
 """With up to this number of rows, small tiles are faster, unless there are ``MANY_OUTPUTS``."""
-MANY_OUTPUTS = 16_384
 BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
@@ -191,17 +205,17 @@ def _row_kernel(
 
 
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
-    return -(-num_rows // tile[0]) * -(-num_outputs // tile[1])
+    return -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
 
 
 def num_splits(num_outputs: int, size: int) -> int:
     """Return the number of sums of each element. It must not depend on the number of rows."""
-    return 2 if num_outputs <= 4096 and size >= 2048 else 1
+    return 2 if num_outputs <= FEW_OUTPUTS and size >= 2048 else 1
 
 
-def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Programs | None:
+def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.SkinnyPrograms | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
-    if num_rows > SKINNY_ROWS:
+    if num_rows > skinny_linear.SKINNY_ROWS:
         return None
     if num_rows == 1 and num_splits(num_outputs, size) == 1:
         return (16, 256, 1, 3, 1, 0) if num_outputs > MANY_OUTPUTS else (16, 256, 1, 4, 2, 8)
@@ -227,7 +241,7 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
     """Return the fastest tile. Measured on an H200 for the layers of 0.6B and 8B models."""
     tiny, small, medium = (TINY, SMALL, MEDIUM) if splits == 1 else (SPLIT_TINY, SPLIT_SMALL, SPLIT_MEDIUM)
     num_small, num_medium, num_large = (_num_tiles(num_rows, num_outputs, tile) for tile in (small, medium, LARGE))
-    if num_medium < PROCESSORS or (num_rows <= FEW_ROWS and num_outputs <= MANY_OUTPUTS):
+    if num_medium < PROCESSORS or (num_rows <= SMALL_TILE_ROWS and num_outputs <= MANY_OUTPUTS):
         return tiny if splits * num_small < PROCESSORS else small
     is_large = splits == 1 and 2 * -(-num_large // PROCESSORS) <= 1.1 * -(-num_medium // PROCESSORS)
     return LARGE if is_large else medium
@@ -270,7 +284,7 @@ class InvariantMatmul:
         if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
             if len(x) == 1 and self._is_constant:
                 return self._row(x, is_gated=True)
-            is_fused = len(x) <= FEW_ROWS or x.shape[1] <= GATED_SIZE
+            is_fused = len(x) <= SMALL_TILE_ROWS or x.shape[1] <= GATED_SIZE
             if is_fused and _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
                 return self._tiled(x, GATED, is_gated=True)
         return activate_and_mul(self(x), "silu")
@@ -317,10 +331,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-NARROW = 64, 64, 64, 4
-"""(rows, outputs, inputs per block, warps) for 16-bit dtypes."""
-WIDE = 32, 32, 32, 4
-"""For fp32, which is multiplied without tensor cores."""
+HEADS = Tile(64, 64, 64, 3, 4)
+FP32_HEADS = Tile(32, 32, 32, 3, 4)
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -354,9 +366,9 @@ def head_matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Multiply x [T, H, I] by weight [H, I, O] into out [T, H, O]. The last dimension of x and out is contiguous."""
     num_rows = x.shape[0]
     num_heads, size, num_outputs = weight.shape
-    rows, outputs, block, num_warps = WIDE if x.dtype == torch.float32 else NARROW
+    rows, outputs, block, num_stages, num_warps = FP32_HEADS if x.dtype == torch.float32 else HEADS
     sizes = num_outputs, size, *x.stride()[:2], *weight.stride(), *out.stride()[:2], rows, outputs, block
     tensors = x, weight, out
     key = x.dtype, sizes, *alignments(*tensors)
     grid = -(-num_rows // rows), -(-num_outputs // outputs), num_heads
-    _heads_kernel(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps})
+    _heads_kernel(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps, "num_stages": num_stages})

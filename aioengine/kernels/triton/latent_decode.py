@@ -28,8 +28,8 @@ NARROW = AttentionTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""
 BROAD = AttentionTile(64, 64, 8, 2)
 """For many heads and rows. 64 rows are the minimum for Hopper's tensor cores."""
-MOST_HEADS = 32
-FEW_ROWS = 2
+NARROW_HEADS, NARROW_ROWS = 32, 2
+"""Up to one of these numbers, ``NARROW`` is faster."""
 LONG = tl.constexpr(2048)
 """Positions. Longer parts are divided further, even if the GPU is busy: a long row among short rows would finish much
 later than they do.
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
 def tile_for(num_rows: int, num_heads: int) -> AttentionTile:
     """Return the tile for R rows of H heads."""
-    return NARROW if num_heads <= MOST_HEADS or num_rows <= FEW_ROWS else BROAD
+    return NARROW if num_heads <= NARROW_HEADS or num_rows <= NARROW_ROWS else BROAD
 
 
 @triton.jit

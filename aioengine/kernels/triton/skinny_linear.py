@@ -20,7 +20,15 @@ from torch import Tensor
 
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, is_last, wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import (
+    FEW_OUTPUTS,
+    MANY_OUTPUTS,
+    KernelLauncher,
+    alignments,
+    kernel,
+    next_power_of_2,
+    options,
+)
 
 
 @triton.jit
@@ -121,10 +129,13 @@ def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None)
     return out
 
 
-MAX_ROWS = 64
+SKINNY_ROWS = 64
+"""Maximum rows of the skinny kernel. With more rows, other kernels are faster."""
 LEAST_ROWS = 8
-LARGE_OUTPUTS = 65_536
-Programs = tuple[int, int, int, int, int, int]
+"""Minimum rows of a tile: rows are the columns of the tensor core instruction."""
+HEAD_OUTPUTS = 65_536
+"""Fewer than the tokens of most vocabularies."""
+SkinnyPrograms = tuple[int, int, int, int, int, int]
 """(outputs per program, inputs per block, splits, stages, warps, cache lines to prefetch)."""
 
 
@@ -190,21 +201,21 @@ def _skinny_kernel(
 
 
 @lru_cache(maxsize=1024)
-def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
+def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> SkinnyPrograms | None:
     """Return the programs, as measured on an H200 for the layers of 0.6B and 8B models; None: torch is faster."""
-    if size % 512 or num_rows > MAX_ROWS:
+    if size % 512 or num_rows > SKINNY_ROWS:
         return None
-    is_few = num_rows <= MAX_ROWS // 2
+    is_few = num_rows <= SKINNY_ROWS // 2
     if size <= 1024:
-        if num_outputs >= LARGE_OUTPUTS:
+        if num_outputs >= HEAD_OUTPUTS:
             return (64, 128, 1, 4, 4, 0) if is_few else None
         return (64, 256, 1, 3, 4, 8) if is_few else (64, 128, 1, 4, 4, 8)
     if num_outputs <= 1024:
         return 64, 128, 4, 4, 4, 8 if size >= 2048 else 4  # no cache lines beyond the end of a split
-    if num_outputs <= 4096:
+    if num_outputs <= FEW_OUTPUTS:
         is_wide = is_few and num_outputs > 3072
         return (64, 256, 2, 3, 4, 0) if is_wide else (64, 128, 2, 4, 4, 0)
-    if num_outputs <= 16_384:
+    if num_outputs <= MANY_OUTPUTS:
         return (64, 256, 1, 3, 4, 0) if is_few else None
     return 128, 128, 1, 3, 8, 0
 
@@ -214,7 +225,7 @@ def num_tiles(num_outputs: int) -> int:
     return -(-num_outputs // 64)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: Programs, num_done: Tensor) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: SkinnyPrograms, num_done: Tensor) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
