@@ -190,9 +190,8 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
         has_long_blocks, stages = num_rows == 1 and group % (2 * PIECES[0]) == 0, 4 if splits == 1 else 3
     else:
         has_long_blocks = rows in (8, 32) if is_large else rows == 32 and splits == 4 and is_crowded
-        stages = (
-            3 if has_long_blocks or rows > SMALL_ROWS or (rows == SMALL_ROWS and not is_large and is_crowded) else 4
-        )
+        is_large_tile = rows > SMALL_ROWS or (rows == SMALL_ROWS and not is_large and is_crowded)
+        stages = 3 if has_long_blocks or is_large_tile else 4
     block = 2 * PIECES[0] if has_long_blocks and size % (2 * splits * PIECES[0]) == 0 else PIECES[0]
     return CodePrograms(tile.outputs, block, splits, stages, tile.warps, rows)
 
