@@ -62,7 +62,7 @@ def prepare(
 
 
 def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
-    """Convert an fp8 weight [O, I] to the dtype of the inputs. bias: [O]."""
+    """Convert an fp8 weight [O, I] to the dtype of the inputs once. bias: [O]. ``linear`` chooses the row counts."""
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
     sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
 
@@ -74,7 +74,10 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Code
 
 
 def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
-    """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O]."""
+    """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O].
+
+    It adds the products of an output in the order of the inputs, row by row.
+    """
     factors = codes.scales[:, 0].bfloat16()
 
     def matmul(x: Tensor) -> Tensor:
@@ -86,7 +89,10 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
 
 
 def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
-    """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O]."""
+    """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O].
+
+    It adds the products of an output in the order of the inputs, row by row.
+    """
     order, scales = codes.order, codes.scales
     offsets = MIDDLE * scales if codes.offsets is None else codes.offsets + MIDDLE * scales
     step = codes.group // size
@@ -113,7 +119,10 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
 
 
 def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
-    """Dequantize the weight [O, I] for each product, on a CPU. bias: [O]. dtype: of the inputs."""
+    """Dequantize the weight [O, I] for each product, on a CPU. bias: [O]. dtype: of the inputs.
+
+    Rows are padded or split to row counts that give the same bits (``linear.independent_rows``).
+    """
     num_outputs, inputs = codes.shape
     sizes = [min(BLOCK_OUTPUTS, num_outputs - first) for first in range(0, num_outputs, BLOCK_OUTPUTS)]
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)

@@ -30,57 +30,6 @@ from torch.nn import functional
 
 from aioengine.kernels.triton import launcher
 
-BLOCK = 64
-"""Maximum rows of a matmul with a weight that is not packed; more rows are split."""
-ROW_COUNTS = (
-    *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
-    *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
-)
-"""Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
-TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
-24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
-"""
-TILE_ROWS = 16
-"""Rows that a matrix unit for bf16 multiplies in the time of one."""
-COMMON_ROWS = 8
-"""Only row counts that give the same bits as this one are used."""
-LEAST_COUNT = 16
-"""If the largest usable row count is smaller, another dtype is tried."""
-UNSPLIT_ROWS = 32
-"""Up to this row count, rows are padded rather than split."""
-MAX_TRIED_ELEMENTS = 2 << 20
-"""Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
-FAST_ROWS = 4
-"""With 3 to 6 rows, oneDNN reads packed bf16 weights at the rate of memory. With fewer rows it is slower on some CPUs
-(31 GB/s with one row, 26 with two, 37 with four, on two cores of Zen 4), and faster on others (Zen 5).
-"""
-CACHED_BYTES = 1 << 20
-"""Smaller weights stay in the cache, so no row counts are slow."""
-TIMED_SHAPE = (1 << 14, 1 << 11)
-"""The weight with which row counts are timed. It is larger than most caches."""
-NUM_TIMED = 5
-"""Runs of each row count. The first one compiles, and the fastest of the others counts."""
-TOO_SLOW = 1.1
-LONG_INPUTS = 7168
-"""Minimum inputs for a bias of zeros."""
-VERY_LONG_INPUTS = 8192
-ZERO_BIAS_ROWS = {*range(96, 225)} - {128}
-"""Row counts with which a matmul with ``LONG_INPUTS`` is faster if its bias is zeros. 128 rows are one tile."""
-ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS = {*range(1, 128)}
-TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
-TRANSPOSED_OUTPUTS = 64
-"""Outputs that are transposed back at a time. torch alone transposes a large matrix at a third of this speed."""
-DIFFERENT_OUTPUTS = 64
-"""Different outputs in the weight of a trial; further outputs are copies."""
-TRIED_TERMS = 1 << 13
-"""Minimum number of terms in all sums of a trial."""
-TRIED_POWERS = 4
-"""The elements of a trial are scaled by up to plus or minus this power of two. In fp16, results stay finite."""
-ROUNDING = 2.0**-14
-"""About the rounding error of sums of such numbers in fp32."""
-
-
 _Weight = TypeVar("_Weight")
 
 
@@ -130,9 +79,9 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
     if packing.dtype == weight.dtype:
-        return in_pieces(_fastest(weight, bias), packing.counts)
+        return in_pieces(_on_cpu(weight, bias), packing.counts)
     wide_bias = None if bias is None else bias.to(packing.dtype)
-    wide = in_pieces(_fastest(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
+    wide = in_pieces(_on_cpu(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
     return lambda x: wide(x.to(packing.dtype, memory_format=torch.contiguous_format)).to(x.dtype)
 
 
@@ -177,6 +126,29 @@ class Packing(NamedTuple):
     dtype: torch.dtype
 
 
+BLOCK = 64
+"""Maximum rows of a matmul with a weight that is not packed; more rows are split."""
+ROW_COUNTS = (
+    *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
+    *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
+)
+"""Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
+TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
+24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
+"""
+TILE_ROWS = 16
+"""Rows that a matrix unit for bf16 multiplies in the time of one."""
+COMMON_ROWS = 8
+"""Only row counts that give the same bits as this one are used."""
+LEAST_COUNT = 16
+"""If the largest usable row count is smaller, another dtype is tried."""
+MAX_TRIED_ELEMENTS = 2 << 20
+"""Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
+CACHED_BYTES = 1 << 20
+"""Smaller weights stay in the cache, so no row counts are slow."""
+
+
 @lru_cache(maxsize=256)
 def choose_packing(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
@@ -201,7 +173,7 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     step = TILE_ROWS if transposes(dtype) else 1
     counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
-    matmul = _fastest(trial.weight, trial.bias if has_bias else None)
+    matmul = _on_cpu(trial.weight, trial.bias if has_bias else None)
 
     def of_columns(x: Tensor) -> Tensor:
         """Multiply x [T, I] in the layout of a part of the results of ``prepare_gated``."""
@@ -213,6 +185,18 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     if transposes(dtype) or differing >= COMMON_ROWS:
         return agreeing
     return tuple(count for count in ROW_COUNTS if count not in slow and count > differing)
+
+
+FAST_ROWS = 4
+"""With 3 to 6 rows, oneDNN reads packed bf16 weights at the rate of memory. With fewer rows it is slower on some CPUs
+(31 GB/s with one row, 26 with two, 37 with four, on two cores of Zen 4), and faster on others (Zen 5).
+"""
+TIMED_SHAPE = (1 << 14, 1 << 11)
+"""The weight with which row counts are timed. It is larger than most caches."""
+NUM_TIMED = 5
+"""Runs of each row count. The first one compiles, and the fastest of the others counts."""
+TOO_SLOW = 1.1
+"""Row counts are not used if they take this many times as long as ``FAST_ROWS``."""
 
 
 @lru_cache(maxsize=8)
@@ -239,6 +223,16 @@ def _seconds(matmul: Matmul, x: Tensor) -> float:
 def has_matrix_unit() -> bool:
     """Return whether this CPU has a matrix unit for bf16 (AMX)."""
     return torch.cpu._is_amx_tile_supported()
+
+
+DIFFERENT_OUTPUTS = 64
+"""Different outputs in the weight of a trial; further outputs are copies."""
+TRIED_TERMS = 1 << 13
+"""Minimum number of terms in all sums of a trial."""
+TRIED_POWERS = 4
+"""The elements of a trial are scaled by up to plus or minus this power of two. In fp16, results stay finite."""
+ROUNDING = 2.0**-14
+"""About the rounding error of sums of such numbers in fp32."""
 
 
 class Trial:
@@ -296,6 +290,10 @@ class Trial:
         return torch.cat(results) if len(results) > 1 else results[0]
 
 
+TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
+"""Row counts that are tried with a weight that is not packed."""
+
+
 @lru_cache(maxsize=256)
 def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, num_threads: int) -> range:
     """Return the range of row counts that give equal bits in the trials; empty: there are none.
@@ -317,7 +315,7 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def _fastest(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _on_cpu(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return the matmul on a CPU for weight [O, I], packed or plain, and bias [O]. Its bits may depend on the rows."""
     if not transposes(weight.dtype):
         return _packed(weight, bias)
@@ -336,6 +334,10 @@ def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
         return (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
 
     return matmul
+
+
+TRANSPOSED_OUTPUTS = 64
+"""Outputs that are transposed back at a time. torch alone transposes a large matrix at a third of this speed."""
 
 
 def transpose_back(columns: Tensor) -> Tensor:
@@ -399,17 +401,25 @@ def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) ->
     return DeviceMatmul(weight, bias)
 
 
+ZERO_BIAS_ROWS = {8192: {*range(1, 128)}, 7168: {*range(96, 225)} - {128}}
+"""Minimum inputs -> row counts with which a matmul is faster if its bias is zeros. 128 rows are one tile."""
+
+
 def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return torch's matmul for weight [O, I] and bias [O], with a bias of zeros if that is faster.
 
     With a bias torch calls a library that splits long inputs better. On one of two H200s this saves 1 to 6 of about
     100 us per layer of an 8B model, with 96 to 224 rows.
     """
-    if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
+    zero_bias_rows = next((rows for inputs, rows in ZERO_BIAS_ROWS.items() if weight.shape[1] >= inputs), set[int]())
+    if bias is not None or not zero_bias_rows or weight.dtype == torch.float32:
         return lambda x: functional.linear(x, weight, bias)
-    zero_bias_rows = ZERO_BIAS_ROWS if weight.shape[1] < VERY_LONG_INPUTS else ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)
+
+
+UNSPLIT_ROWS = 32
+"""Up to this row count, rows are padded rather than split."""
 
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
