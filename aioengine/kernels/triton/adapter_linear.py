@@ -204,16 +204,16 @@ def _expand_kernel(
 def _vector_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, pool: tl.tensor, table: tl.tensor,
     slots: tl.tensor, partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_outputs: tl.tensor,
-    num_programs: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    num_programs: tl.tensor, SIZE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
     number = tl.program_id(0)
     if number < num_programs:
-        vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, ROWS, BLOCK)
+        vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, LINES, BLOCK)
     else:
-        first_rank = (number - num_programs) * ROWS
+        first_rank = (number - num_programs) * LINES
         part = first_rank // MAX_RANK
-        ranks = first_rank % MAX_RANK + tl.arange(0, ROWS)
+        ranks = first_rank % MAX_RANK + tl.arange(0, LINES)
         slot = tl.load(slots)
         place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
         entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
@@ -239,13 +239,13 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         weight, bias = of_vector.weight, of_vector.bias
         num_outputs, size = weight.shape
         y = x.new_empty((1, num_outputs))
-        rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
-        num_programs = -(-num_outputs // rows)
+        lines, block, num_warps = shape_of_vector_programs(num_outputs, size)
+        num_programs = -(-num_outputs // lines)
         tensors = x, weight, bias, y, *memory, tiles.slots, partials
-        sizes_of_vector = num_outputs, num_programs, size, rows, block, weights.max_rank, unit_words
+        sizes_of_vector = num_outputs, num_programs, size, lines, block, weights.max_rank, unit_words
         arguments = (*tensors, *numbers, *sizes_of_vector)
         key = common, weight.shape, bias is None, *alignments(x, weight)
-        _vector_kernel((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
+        _vector_kernel((num_programs + width // lines, 1, 1), key, arguments, options(num_warps))
     else:
         y = matmul(x)
         is_ahead = x.shape[0] <= MAX_AHEAD_ROWS

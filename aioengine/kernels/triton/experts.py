@@ -55,7 +55,7 @@ def _tiled_kernel(
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
     max_tiles: tl.tensor,
     NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, STORED: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, LAYOUT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile: some pairs of one expert, and a block of outputs.
 
@@ -74,18 +74,18 @@ def _tiled_kernel(
         is_row = rows < end
         rows = tl.where(is_row, rows, first)  # beyond the end, repeat the first row, which avoids a mask
         pairs = tl.load(order + rows)
-        vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
+        places = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
         columns = tl.arange(0, BLOCK)
-        x_pointers = x + vectors[None, :] + columns[:, None]
+        x_pointers = x + places[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
-            inputs = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
-            total = add_products(total, weight, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
+            vectors = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
+            total = add_products(total, weight, codes, lines, start, vectors, SIZE, BLOCK, LAYOUT, IS_WHOLE)
             if IS_GATED:
-                up = add_products(up, weight, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
+                up = add_products(up, weight, codes, lines + NUM_OUTPUTS, start, vectors, SIZE, BLOCK, LAYOUT, IS_WHOLE)
         if bias is not None:
             total += tl.load(bias + lines).to(tl.float32)[:, None]
             if IS_GATED:
@@ -105,7 +105,7 @@ def _vector_gated_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    GATE: tl.constexpr, STORED: tl.constexpr,
+    GATE: tl.constexpr, LAYOUT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a block of outputs of one pair: x [T, D] -> activated [P, F]."""
     codes = scales, offsets, zeros, table, num_lines
@@ -116,11 +116,11 @@ def _vector_gated_kernel(
     wait_and_start_next()
     expert = tl.load(experts + pair).to(tl.int64)
     lines = expert * (2 * num_outputs) + outputs
-    gate, up = vector_zeros(OUTPUTS, BLOCK, STORED), vector_zeros(OUTPUTS, BLOCK, STORED)
+    gate, up = vector_zeros(OUTPUTS, BLOCK, LAYOUT), vector_zeros(OUTPUTS, BLOCK, LAYOUT)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
-        inputs = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
-        gate += vector_products(weight, codes, lines, is_output, start, inputs, SIZE, BLOCK, STORED)
-        up += vector_products(weight, codes, lines + num_outputs, is_output, start, inputs, SIZE, BLOCK, STORED)
+        parts = vector_parts(vector, is_output, start, SIZE, BLOCK, LAYOUT)
+        gate += vector_products(weight, codes, lines, is_output, start, parts, SIZE, BLOCK, LAYOUT)
+        up += vector_products(weight, codes, lines + num_outputs, is_output, start, parts, SIZE, BLOCK, LAYOUT)
     gate_sum, up_sum = line_sums(gate), line_sums(up)
     if bias is not None:
         gate_sum += tl.load(bias + lines, mask=is_output, other=0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def _vector_down_kernel(
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
     shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    STORED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a block of outputs of one token, the weighted sum over its experts: x [P, F] -> [T, D]."""
     codes = scales, offsets, zeros, table, num_lines
@@ -165,14 +165,14 @@ def _vector_down_kernel(
         if bias is not None:
             total += tl.load(bias + lines[index], mask=is_output, other=0.0).to(tl.float32) * factors[index]
     vectors = x + token.to(tl.int64) * (TOP_K * SIZE)
-    products = vector_zeros(OUTPUTS, BLOCK, STORED)
+    products = vector_zeros(OUTPUTS, BLOCK, LAYOUT)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
         for index in tl.static_range(TOP_K):
-            inputs = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
-            if STORED is None:
-                inputs = (inputs[0] * factors[index],)
-            part = vector_products(weight, codes, lines[index], is_output, start, inputs, SIZE, BLOCK, STORED)
-            products += part if STORED is None else part * factors[index]
+            parts = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, LAYOUT)
+            if LAYOUT is None:
+                parts = (parts[0] * factors[index],)
+            own = vector_products(weight, codes, lines[index], is_output, start, parts, SIZE, BLOCK, LAYOUT)
+            products += own if LAYOUT is None else own * factors[index]
     total += line_sums(products)
     places = token.to(tl.int64) * num_outputs + outputs
     total = _with_shared(total, shared, gates, token, places, is_output)
@@ -286,9 +286,9 @@ def _multiply_tiles(
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
     tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    block = piece_of(size) if stored.how is not None and stored.how.per_word == 4 else tile.block
+    block = piece_of(size) if stored.layout is not None and stored.layout.per_word == 4 else tile.block
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
-    arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
+    arguments = (*tensors, max_tiles, *sizes, gate, stored.layout)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
     _tiled_kernel((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
@@ -333,11 +333,11 @@ def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -
     """x [T, D] -> activated [P, F], in the order of pairs."""
     stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES
+    programs = programs_for(size, 2, 512) if stored.layout is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.how)
+    arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.layout)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, weights.gate, bias is None, *alignments(x)
     _vector_gated_kernel((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
@@ -349,11 +349,11 @@ def multiply_vectors_down(
     """x [P, F] -> [T, D], plus the outputs of shared experts."""
     stored, bias = stored_weight(weights.down), weights.down_bias
     num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES
+    programs = programs_for(size, top_k, 256) if stored.layout is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.how)
+    arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.layout)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, _shared_key(shared)
     _vector_down_kernel((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out

@@ -1,12 +1,17 @@
 """Batch-invariant matmuls on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O], or with a weight for each head.
 
-Each element is summed over the inputs from first to last, by tensor core instructions of the same depth. So every tile
-size gives the same bits, and the fastest one can be chosen. A weight with few outputs and many inputs has two sums, of
-the first and the second half of the inputs, so that few rows keep the GPU busy.
+Sums: each element is summed over the inputs from first to last, by tensor core instructions of the same depth. So every
+tile size gives the same bits, and the fastest one can be chosen. A weight with few outputs and many inputs
+(``num_splits``) has two sums per element, of the first and the second half of the inputs, so that few rows keep the GPU
+busy. The second sum is added to the first. In fp32, there are no tensor cores.
 
-On Hopper, few rows in 16 bits use ``skinny_linear``, and more rows a kernel that loads tiles by TMA. One row with two
-sums of each element, or of gate and up, uses a kernel that computes both at once. Another kernel supports all GPUs,
-dtypes and sizes. H heads.
+Kernels, on Hopper and in 16 bits:
+
+- One row, if an element has two sums, or if it has a gate and an up (``_row_kernel``): a program computes both.
+- Up to ``skinny_linear.SKINNY_ROWS`` rows: ``skinny_linear``.
+- More rows (``_tiled_kernel``): a program computes some tiles of rows and outputs, which it loads by TMA.
+
+On other GPUs, in fp32 and with other sizes, a program computes one tile (``_matmul_kernel``). H heads.
 """
 
 from __future__ import annotations
@@ -114,14 +119,13 @@ def _matmul_kernel(
     columns = tl.arange(0, BLOCK)
     # rows and outputs beyond the end repeat the first one, which avoids a mask in the loop
     x_pointers = x + (tl.where(rows < num_rows, rows, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
-    weight_pointers = (
-        weight + (tl.where(outputs < num_outputs, outputs, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
-    )
+    lines = tl.where(outputs < num_outputs, outputs, 0).to(tl.int64)
+    line_pointers = weight + (lines * SIZE)[:, None] + columns[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, BLOCK):
         inside = (start + columns < SIZE)[None, :]
         vectors = loaded(x_pointers + start, inside, SIZE % BLOCK == 0)
-        part = loaded(weight_pointers + start, inside, SIZE % BLOCK == 0)
+        part = loaded(line_pointers + start, inside, SIZE % BLOCK == 0)
         total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
     _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
@@ -135,7 +139,7 @@ def _tiled_kernel(
     """Compute every n-th tile, where n is the number of programs. The two loops are compiled as one, so that the inputs
     of the next tile are loaded while a tile is stored; tiles with two sums or gates are slower in this way.
 
-    SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up for a weight [2 O, I].
+    SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     IS_FLAT: tl.constexpr = SPLITS == 1 and not IS_GATED
@@ -173,11 +177,11 @@ def _row_kernel(
     PART: tl.constexpr = SIZE if IS_GATED else SIZE // SUMS
     which = tl.arange(0, SUMS)[:, None, None]
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
+    lines = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
     if IS_GATED:
-        line_pointers, vectors = weight + (rows + which * num_outputs) * SIZE, x + which * 0
+        line_pointers, x_pointers = weight + (lines + which * num_outputs) * SIZE, x + which * 0
     else:
-        line_pointers, vectors = weight + rows * SIZE + which * PART, x + which * PART
+        line_pointers, x_pointers = weight + lines * SIZE + which * PART, x + which * PART
     columns = tl.arange(0, BLOCK)[None, None, :]
     parts = (tl.load(line_pointers + columns),)
     for index in tl.static_range(1, EARLY):
@@ -187,11 +191,11 @@ def _row_kernel(
     wait_and_start_next()
     total = tl.zeros((SUMS, COPIES, OUTPUTS), tl.float32)
     for index in tl.static_range(EARLY):
-        vector = tl.broadcast_to(tl.load(vectors + (index * BLOCK + columns)), (SUMS, COPIES, BLOCK))
+        vector = tl.broadcast_to(tl.load(x_pointers + (index * BLOCK + columns)), (SUMS, COPIES, BLOCK))
         total = tl.dot(vector, tl.permute(parts[index], (0, 2, 1)), total)
     for start in tl.range(EARLY * BLOCK, PART, BLOCK, num_stages=STAGES):
         part = tl.load(line_pointers + (start + columns))
-        vector = tl.broadcast_to(tl.load(vectors + (start + columns)), (SUMS, COPIES, BLOCK))
+        vector = tl.broadcast_to(tl.load(x_pointers + (start + columns)), (SUMS, COPIES, BLOCK))
         total = tl.dot(vector, tl.permute(part, (0, 2, 1)), total)
     sums = tl.max(total, 1)
     if SUMS == 1:
@@ -345,15 +349,14 @@ def _heads_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     head = tl.program_id(2).to(tl.int64)
-    inputs = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     is_row, is_output = rows < num_rows, outputs < NUM_OUTPUTS
-    x_pointers = x + head * X_HEAD + (rows.to(tl.int64) * X_ROW)[:, None] + inputs[None, :]
-    weight_pointers = (
-        weight + head * WEIGHT_HEAD + (inputs * WEIGHT_INPUT)[:, None] + (outputs * WEIGHT_OUTPUT)[None, :]
-    )
+    x_pointers = x + head * X_HEAD + (rows.to(tl.int64) * X_ROW)[:, None] + columns[None, :]
+    weight += head * WEIGHT_HEAD
+    weight_pointers = weight + (columns * WEIGHT_INPUT)[:, None] + (outputs * WEIGHT_OUTPUT)[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, BLOCK):
-        inside = start + inputs < SIZE
+        inside = start + columns < SIZE
         vectors = tl.load(x_pointers + start, mask=is_row[:, None] & inside[None, :], other=0.0)
         mask = inside[:, None] & is_output[None, :]
         part = tl.load(weight_pointers + start * WEIGHT_INPUT, mask=mask, other=0.0)

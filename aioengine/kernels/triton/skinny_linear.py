@@ -2,11 +2,13 @@
 
 The time is limited by reading the weight.
 
-One row: a program loads the first block of its weights while the previous kernel still runs, and then waits for x.
+One row (``vector_matmul``): a program computes some outputs over all inputs. It loads the first block of its weights
+while the previous kernel still runs, and then waits for x. Products are added in fp32 without tensor cores.
 
-Up to 64 rows: each program computes some outputs over one split of the inputs. The weight is the left operand, so that
-its outputs are the rows of the tensor core instruction. If there are several splits, the program that finishes last
-adds them, always in the same order.
+2 to ``SKINNY_ROWS`` rows (``matmul``): a program computes some outputs of all rows, over one split of the inputs. The
+weight is the left operand, so that its outputs are the rows of the tensor core instruction. Sums are in fp32, from the
+first to the last input of a split. The program of a tile that finishes last adds the splits in order. The number of
+splits depends only on O and I.
 """
 
 from __future__ import annotations
@@ -32,21 +34,25 @@ from aioengine.kernels.triton.launcher import (
 
 
 @triton.jit
-def products(starts: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Return the products [rows] of matrix rows with x. starts: pointers [rows, 1] to the rows.
+def products(
+    line_pointers: tl.tensor, is_line: tl.tensor, x: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Return the products [lines] of lines of a matrix with one row x. line_pointers: [lines, 1].
+
+    The products of columns that are ``BLOCK`` apart are added first, then these ``BLOCK`` sums.
 
     The next kernel can start as soon as x is complete, so it may read x without waiting (``adapter_linear``).
     """
-    IS_WIDE: tl.constexpr = starts.dtype.element_ty.primitive_bitwidth > 8
+    IS_WIDE: tl.constexpr = line_pointers.dtype.element_ty.primitive_bitwidth > 8
     columns = tl.max_contiguous(tl.arange(0, BLOCK), 8)  # each thread loads these weights and these inputs
-    pointers = starts + columns[None, :]
-    part = tl.load(pointers, mask=is_row & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
+    pointers = line_pointers + columns[None, :]
+    part = tl.load(pointers, mask=is_line & (columns[None, :] < SIZE), other=0.0, eviction_policy="evict_first")
     wait_and_start_next()
     vector = tl.load(x + columns, mask=columns < SIZE, other=0.0)
     total = part.to(tl.float32) * vector.to(tl.float32)[None, :]
     for start in tl.range(BLOCK, SIZE, BLOCK, loop_unroll_factor=4 if IS_WIDE else 1):
         inside = start + columns < SIZE
-        part = tl.load(pointers + start, mask=is_row & inside[None, :], other=0.0, eviction_policy="evict_first")
+        part = tl.load(pointers + start, mask=is_line & inside[None, :], other=0.0, eviction_policy="evict_first")
         vector = tl.load(x + start + columns, mask=inside, other=0.0)
         total += part.to(tl.float32) * vector.to(tl.float32)[None, :]
     return tl.sum(total, 1)
@@ -55,19 +61,19 @@ def products(starts: tl.tensor, is_row: tl.tensor, x: tl.tensor, SIZE: tl.conste
 @triton.jit
 def vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ``ROWS`` outputs, and multiply them by ``scales`` if there are any. A kernel of ``adapter_linear`` calls
+    """Compute ``LINES`` outputs, and multiply them by ``scales`` if there are any. A kernel of ``adapter_linear`` calls
     it too.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    line_pointers = weight + rows[:, None].to(tl.int64) * SIZE
-    result = products(line_pointers, rows[:, None] < num_outputs, x, SIZE, BLOCK)
+    lines = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    line_pointers = weight + lines[:, None].to(tl.int64) * SIZE
+    result = products(line_pointers, lines[:, None] < num_outputs, x, SIZE, BLOCK)
     if scales is not None:
-        result *= tl.load(scales + rows, mask=rows < num_outputs, other=0.0)
+        result *= tl.load(scales + lines, mask=lines < num_outputs, other=0.0)
     if bias is not None:
-        result += tl.load(bias + rows, mask=rows < num_outputs, other=0.0).to(tl.float32)
-    tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < num_outputs)
+        result += tl.load(bias + lines, mask=lines < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + lines, result.to(out.dtype.element_ty), mask=lines < num_outputs)
 
 
 @kernel()
@@ -75,25 +81,25 @@ def _gated_vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute ``OUTPUTS`` outputs, each from its gate row and its up row of the weight [2 O, I]."""
-    rows = tl.arange(0, 2 * OUTPUTS)
-    outputs = tl.program_id(0) * OUTPUTS + rows // 2
-    rows = rows % 2 * num_outputs + outputs
-    line_pointers = weight + rows[:, None].to(tl.int64) * SIZE
+    """Compute ``OUTPUTS`` results, each from two lines: its gate and its up."""
+    lines = tl.arange(0, 2 * OUTPUTS)
+    outputs = tl.program_id(0) * OUTPUTS + lines // 2
+    lines = lines % 2 * num_outputs + outputs
+    line_pointers = weight + lines[:, None].to(tl.int64) * SIZE
     result = products(line_pointers, outputs[:, None] < num_outputs, x, SIZE, BLOCK)
     if scales is not None:
-        result *= tl.load(scales + rows, mask=outputs < num_outputs, other=0.0)
+        result *= tl.load(scales + lines, mask=outputs < num_outputs, other=0.0)
     gate, up = tl.split(tl.reshape(result, (OUTPUTS, 2)))
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(out + outputs, activated(gate, up, out.dtype.element_ty), mask=outputs < num_outputs)
 
 
-vector = KernelLauncher(vector_kernel)
+_vector = KernelLauncher(vector_kernel)
 
 
 @lru_cache(maxsize=256)
 def shape_of_vector_programs(num_outputs: int, size: int, bits: int = 16) -> tuple[int, int, int]:
-    """Return (rows per program, columns per block, warps). Measured on an H200 for the layers of 0.6B and 8B models."""
+    """Return (lines per program, columns per block, warps), as measured on an H200 for layers of 0.6B and 8B models."""
     if bits == 8 and size <= 4096:  # one block, which is loaded while the previous kernel still runs
         return 2 if num_outputs <= size else 4, next_power_of_2(size), 4
     if size <= 1024:
@@ -106,22 +112,22 @@ def shape_of_vector_programs(num_outputs: int, size: int, bits: int = 16) -> tup
 def vector_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """x [1, I], weight [O, I], bias [O] -> [1, O]. scales: [1, O] fp32, of a weight in fp8."""
     num_outputs, size = weight.shape
-    rows, block, num_warps = shape_of_vector_programs(num_outputs, size, 8 * weight.itemsize)
+    lines, block, num_warps = shape_of_vector_programs(num_outputs, size, 8 * weight.itemsize)
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    arguments = (x, weight, scales, bias, out, num_outputs, size, rows, block)
-    key = (x.dtype, weight.dtype, weight.shape, rows, block, num_warps, bias is None, *alignments(x, weight))
-    vector((-(-num_outputs // rows), 1, 1), key, arguments, options(num_warps))
+    arguments = (x, weight, scales, bias, out, num_outputs, size, lines, block)
+    key = (x.dtype, weight.dtype, weight.shape, lines, block, num_warps, bias is None, *alignments(x, weight))
+    _vector((-(-num_outputs // lines), 1, 1), key, arguments, options(num_warps))
     return out
 
 
 def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """x [1, I], weight [2 O, I] -> silu(gate) * up [1, O]. The gate rows of the weight come first.
+    """x [1, I], weight [O, I] -> silu(first half of the outputs) * (second half) [1, O / 2].
 
-    scales: [1, 2 O] fp32, of a weight in fp8.
+    scales: [1, O] fp32, of a weight in fp8.
     """
-    num_rows, size = weight.shape
-    rows, block, num_warps = shape_of_vector_programs(num_rows, size, 8 * weight.itemsize)
-    num_outputs, outputs = num_rows // 2, rows // 2
+    num_lines, size = weight.shape
+    lines, block, num_warps = shape_of_vector_programs(num_lines, size, 8 * weight.itemsize)
+    num_outputs, outputs = num_lines // 2, lines // 2
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     key = (x.dtype, weight.dtype, weight.shape, *alignments(x, weight))
     arguments = (x, weight, scales, out, num_outputs, size, outputs, block)
