@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import is_last, start_next_and_wait
-from aioengine.kernels.triton.launcher import alignments, has_dependent_launch, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, has_dependent_launch, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -482,7 +482,7 @@ def attend(
     tile = group.decode_tile if len(tiles) == len(q) else group.tile
     sizes = _sizes(q, pool, group.heads, tile, rules)
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, rules.sinks)
-    key = (q.dtype, pool[0].dtype, sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
+    key = (*dtypes(q, pool[0]), sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
     grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
     _attend_kernel(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), tile.launch_options)
 
@@ -516,5 +516,5 @@ def attend_splits(
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, num_done, sums, stats, out, rules.sinks)
     numbers = rules.scales, rules.factor(scale), max_splits, num_programs, most_alone
     grid = num_rows, -(-num_heads // group.heads), num_programs
-    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
+    key = (*dtypes(q, pool[0]), sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
     _splits_kernel(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)

@@ -32,6 +32,7 @@ from aioengine.kernels.triton.launcher import (
     MANY_OUTPUTS,
     PROCESSORS,
     alignments,
+    dtypes,
     kernel,
     next_power_of_2,
     options,
@@ -288,8 +289,7 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor,
     num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * LINES * rows * (2 if low_factor else 1)
     partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
     sizes = low_factor, rows, LINES, block, splits, stages, is_gated
-    bias_dtype = None if bias is None else bias.dtype
-    key = (x.dtype, codes.numbers.dtype, codes.shape, codes.group, sizes, bias_dtype, *alignments(x, codes.numbers))
+    key = (*dtypes(x, codes.numbers, bias), codes.shape, codes.group, sizes, *alignments(x, codes.numbers))
     tensors = codes.scales, bias, partials, num_done, out
     if converts:
         weight = TensorDescriptor.from_tensor(codes.numbers, [LINES, block])

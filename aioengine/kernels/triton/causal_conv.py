@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.kernels.triton.activation import silu_of
-from aioengine.kernels.triton.launcher import alignments, kernel
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel
 
 CHANNELS = tl.constexpr(256)
 """Channels per program, and in ``_block_kernel``."""
@@ -148,5 +148,4 @@ def causal_conv(
 def rows_key(rows: StateRows) -> tuple[object, ...]:
     """Return the part of a ``KernelLauncher`` key that depends on the rows."""
     tensors = rows.slots, rows.starts, rows.ends
-    dtypes = tuple(tensor.dtype for tensor in tensors)
-    return (*dtypes, *alignments(*tensors), rows.blocks is None)
+    return (*dtypes(*tensors), *alignments(*tensors), rows.blocks is None)

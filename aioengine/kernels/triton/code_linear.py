@@ -19,7 +19,15 @@ from aioengine.kernels.codes import FP8, PIECES, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.device_codes import DeviceCodes, joined, scaled, weights_of
-from aioengine.kernels.triton.launcher import MANY_OUTPUTS, PROCESSORS, alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import (
+    MANY_OUTPUTS,
+    PROCESSORS,
+    alignments,
+    dtypes,
+    kernel,
+    next_power_of_2,
+    options,
+)
 from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, with_other_splits
 
 MAX_CODE_ROWS = 256
@@ -214,8 +222,8 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor)
     sizes = size, codes.group, codes.bits, codes.zero, rows, outputs, block, splits, stages
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table, bias
     arguments = (x, *tensors, partials, num_done, out, num_rows, num_outputs, *sizes)
-    key = (x.dtype, num_outputs, sizes, num_warps, *(None if own is None else own.dtype for own in tensors))
-    _matmul_kernel(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
+    key = (*dtypes(x, *tensors), num_outputs, sizes, num_warps, *alignments(x, codes.numbers))
+    _matmul_kernel(grid, key, arguments, options(num_warps))
     return out
 
 
@@ -258,8 +266,7 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     num_outputs, size = codes.shape
     out = torch.empty((num_outputs, size), dtype=dtype, device=codes.numbers.device)
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table
-    key = (dtype, codes.shape, codes.group, codes.zero, *(None if own is None else own.dtype for own in tensors))
-    key = (*key, *alignments(codes.numbers))
+    key = (dtype, *dtypes(*tensors), codes.shape, codes.group, codes.zero, *alignments(codes.numbers))
     if codes.bits == 8:
         arguments = (*tensors[:3], out, num_outputs, size, codes.group, 1024)
         _dequantize_kernel((num_outputs, -(-size // 1024), 1), key, arguments, options(4))

@@ -16,7 +16,15 @@ from torch import Tensor
 from aioengine.kernels.codes import PIECES
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
-from aioengine.kernels.triton.launcher import FEW_OUTPUTS, MANY_OUTPUTS, alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import (
+    FEW_OUTPUTS,
+    MANY_OUTPUTS,
+    alignments,
+    dtypes,
+    kernel,
+    next_power_of_2,
+    options,
+)
 
 OUTPUTS = tl.constexpr(8)
 """Of a program: the scales of a group fill a sector of memory."""
@@ -199,7 +207,7 @@ def matmul(
     block = min(block, max(next_power_of_2(size), 1024))
     out = torch.empty((1, num_outputs // 2 if is_gated else num_outputs), dtype=x.dtype, device=x.device)
     sizes = size, group, zero, block, is_gated
-    key = (num_outputs, sizes, *(None if own is None else own.dtype for own in tensors), *alignments(x, words))
+    key = (num_outputs, sizes, *dtypes(*tensors), *alignments(x, words))
     arguments = (x, words, *tensors, out, num_outputs, *sizes)
     _code_vector_kernel((num_outputs // OUTPUTS.value, 1, 1), key, arguments, options(block // 1024))
     return out

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import is_last, start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -222,6 +222,6 @@ def decode(
     sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_queries
     tensors = (q, *pool, *rows[:5], sums, stats, out)
     alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
-    key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
+    key = (*dtypes(q, pool[0]), sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
     _decode_kernel((num_kv_heads, max_splits, 1), key, arguments, options(4))

@@ -23,7 +23,7 @@ from aioengine.kernels.triton.device_codes import (
     weights_of,
 )
 from aioengine.kernels.triton.invariant_linear import loaded
-from aioengine.kernels.triton.launcher import alignments
+from aioengine.kernels.triton.launcher import alignments, dtypes
 
 RUN = 16
 """8-bit columns that a thread loads at once. Groups must have a multiple of this number."""
@@ -210,5 +210,5 @@ def stored_weight(weight: Tensor | DeviceCodes) -> KernelWeight:
     words = (1, RUN) if weight.bits == 8 else (4, piece_of(size) // 4)
     layout = CodeLayout(*words, weight.group, weight.scales.shape[0], weight.zero)
     tensors = weight.numbers, weight.scales, weight.offsets, weight.zeros, weight.table
-    key = layout, weight.shape, *(None if own is None else own.dtype for own in tensors), *alignments(weight.numbers)
+    key = layout, weight.shape, *dtypes(*tensors), *alignments(weight.numbers)
     return KernelWeight((*tensors, num_lines), layout, key)

@@ -300,7 +300,7 @@ def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tenso
     out = parts.new_empty((num_tokens, num_outputs))
     block = 1024 if num_tokens > 64 else 512
     arguments = (parts, tiling.chosen.weights, out, *(shared or (None, None)), num_outputs, top_k, block)
-    key = parts.dtype, num_outputs, top_k, block, _shared_key(shared)
+    key = parts.dtype, num_outputs, top_k, block, *alignments(*(shared or ()))
     _sum_kernel((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
     return out
 
@@ -354,12 +354,6 @@ def multiply_vectors_down(
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
     arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.layout)
-    key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, _shared_key(shared)
+    key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, *alignments(*(shared or ()))
     _vector_down_kernel((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out
-
-
-def _shared_key(shared: SharedOutputs | None) -> tuple[object, ...]:
-    if shared is None:
-        return ()
-    return shared.values.data_ptr() % 16, None if shared.gates is None else shared.gates.data_ptr() % 16

@@ -13,8 +13,7 @@ from torch import Tensor
 from aioengine.kernels.codes import FP8_MAX as LARGEST
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import wait_between_products
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
-from aioengine.kernels.triton.scores import scales_key
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 
 HEADS = tl.constexpr(8)  # per program
 FP8_MAX = tl.constexpr(LARGEST)
@@ -193,8 +192,7 @@ def rotate(
     stride, half = heads.stride(0), head_size // 2
     slots, keys, values, out, scales = (None,) * 5 if target is None else target
     sizes = num_query, num_kv, half, next_power_of_2(half), 1 if keys is None else keys.shape[2]
-    dtypes = heads.dtype, norms and norms[0].dtype, target and (target.slots.dtype, target.keys.dtype)
-    key = *dtypes, stride, sizes, out is None, scales_key(scales), *alignments(heads, heads if out is None else out)
+    key = *dtypes(heads, norms and norms[0], slots, keys), stride, sizes, *alignments(heads, out, scales)
     arguments = heads, stride, rotation, *(norms or (None,) * 3), slots, keys, values, out, scales, *sizes
     grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
     _rotate_kernel(grid, key, arguments, options(4))
@@ -207,8 +205,7 @@ def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
     strides = [x.stride(dim) for x in (q, k, v) for dim in (0, 1)]
     sizes = num_query, num_kv, size, next_power_of_2(size), keys.shape[2]
     arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, out, scales, *sizes)
-    tensors = (q, k, v) if out is None else (q, k, v, out)
-    key = (q.dtype, keys.dtype, slots.dtype, sizes, scales_key(scales), _forms(tensors, strides))
+    key = (*dtypes(q, keys, slots), sizes, _forms((q, k, v, out, scales), strides))
     num_moved = 2 * num_kv if out is None else num_query + 2 * num_kv
     _write_kernel((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
 
@@ -229,7 +226,7 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     return out_q, out_k
 
 
-def _forms(tensors: tuple[Tensor, ...], strides: list[int]) -> tuple[object, ...]:
+def _forms(tensors: tuple[Tensor | None, ...], strides: list[int]) -> tuple[object, ...]:
     """Return the properties of tensors [...] and strides for which Triton compiles separate specializations."""
     wide = tuple(stride > (1 << 31) - 1 for stride in strides)
     return (*alignments(*tensors), *((stride % 16 == 0, stride == 1) for stride in strides), wide)

@@ -301,7 +301,7 @@ class InvariantMatmul:
         sums = 2 if is_gated else self._splits
         part = x.shape[1] if is_gated else x.shape[1] // sums
         sizes = x.shape[1], sums, ROW_OUTPUTS, *row_programs(part, sums, is_gated=is_gated), is_gated
-        key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
+        key = x.dtype, weight.shape, is_gated, *alignments(bias)
         arguments = (x, weight, bias, out, num_outputs, *sizes)
         _row_kernel((-(-num_outputs // ROW_OUTPUTS), 1, 1), key, arguments, options(num_warps=sums))
         return out
@@ -314,7 +314,7 @@ class InvariantMatmul:
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
         sizes = x.shape[1], rows, outputs, block, stages, self._splits, is_gated
         tensors = TensorDescriptor.from_tensor(x, [rows, block]), TensorDescriptor.from_tensor(weight, [outputs, block])
-        key = x.dtype, weight.shape, sizes, None if bias is None else bias.data_ptr() % 16
+        key = x.dtype, weight.shape, sizes, *alignments(bias)
         num_programs = _num_tiles(num_rows, num_outputs, tile)
         if not is_gated:
             num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 and self._splits == 1 else 1))
@@ -329,7 +329,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, outputs, block, num_stages, num_warps = tile = FP32 if x.dtype == torch.float32 else ANY
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     arguments = (x, weight, bias, out, num_rows, num_outputs, size, rows, outputs, block)
-    key = x.dtype, weight.shape, tile, *alignments(x, weight, *(() if bias is None else (bias,)))
+    key = x.dtype, weight.shape, tile, *alignments(x, weight, bias)
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
     _matmul_kernel(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out

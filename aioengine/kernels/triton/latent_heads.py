@@ -12,7 +12,7 @@ from torch import Tensor
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.heads import load_halves, rotated, store_halves
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.norms import rms_normed
 
 Norm = tuple[Tensor, Tensor]
@@ -100,7 +100,6 @@ def rotate(
     copied = next_power_of_2(query_size - 2 * half) if copies else 0
     columns = next_power_of_2(value_size), next_power_of_2(half), copied
     sizes = (*strides, num_heads, query_size, value_size, half, *columns, keeps_key)
-    places = None if slots is None or keys is None else (slots.dtype, *alignments(keys))
-    key = q.dtype, sizes, places, *alignments(q, latents, norm[0], out)
+    key = *dtypes(q, slots), sizes, *alignments(q, latents, norm[0], out, keys)
     grid = num_tokens, -(-num_heads // HEADS.value) + 1, 1
     _heads_kernel(grid, key, (q, latents, *norm, rotation, out, slots, keys, *sizes), options(4))

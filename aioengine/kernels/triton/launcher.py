@@ -118,9 +118,14 @@ def options(num_warps: int, *, fuses: bool = True) -> dict[str, object]:
     return base if fuses else base | {"enable_fp_fusion": False}
 
 
-def alignments(*tensors: Tensor) -> tuple[int, ...]:
+def alignments(*tensors: Tensor | None) -> tuple[int | None, ...]:
     """Return the part of a ``KernelLauncher`` key that depends on the addresses of tensors [...]."""
-    return tuple([tensor.data_ptr() % 16 for tensor in tensors])
+    return tuple([None if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
+
+
+def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """Return the part of a ``KernelLauncher`` key that depends on the dtypes of tensors [...]."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
 @lru_cache(maxsize=64)

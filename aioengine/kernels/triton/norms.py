@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import wait_between_products
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 
 
 @triton.jit
@@ -87,9 +87,7 @@ def add_rms_norm(
         out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
     stride, block = residual.stride(0), next_power_of_2(num_columns)
     arguments = (delta, residual, post, weight, out, stride, num_columns, epsilon, block)
-    dtypes = residual.dtype, None if weight is None else weight.dtype, None if post is None else post.dtype
-    aligned = alignments(residual if delta is None else delta, residual)
-    key = (*dtypes, num_columns, stride, delta is None, *aligned)
+    key = (*dtypes(residual, weight, post), num_columns, stride, *alignments(delta, residual))
     _norm_kernel((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
-from aioengine.kernels.triton.scores import scales_key
 
 BLOCK = tl.constexpr(1024)
 
@@ -72,7 +71,7 @@ def convert(
     _, num_kv, page_size, size = pool[0].shape
     keys, values = torch.empty(2, len(slots), num_kv, size, dtype=dtype, device=slots.device)
     sizes = num_kv, page_size, size, next_power_of_2(num_kv), next_power_of_2(size)
-    key = pool[0].dtype, dtype, slots.dtype, sizes, scales_key(scales), *alignments(*pool, slots, values)
+    key = pool[0].dtype, dtype, slots.dtype, sizes, *alignments(*pool, slots, values, scales)
     _convert_kernel((len(slots), 1, 1), key, (*pool, slots, scales, keys, values, *sizes), {"num_warps": 4})
     return keys, values
 

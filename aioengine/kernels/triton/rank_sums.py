@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory
 
 if TYPE_CHECKING:
@@ -159,8 +159,7 @@ class Inboxes:
         block = next_power_of_2(num_columns // 2)
         constants = self._rank, self._size, self._max_rows, block
         arguments = (parts, residual, weight, out, num_columns, epsilon, self.memory.addresses, self._turns, *constants)
-        aligned = alignments(parts, parts if residual is None else residual)
-        key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
+        key = (*dtypes(parts, weight), num_columns, *constants, *alignments(parts, residual))
         num_warps = 4 if num_rows >= SMALL_PROGRAM_ROWS else min(max(block // 128, 1), 16)
         _sum_kernel((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
         return out

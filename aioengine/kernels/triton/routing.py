@@ -16,7 +16,7 @@ from torch import Tensor
 from aioengine.families._experts import RouterConfig
 from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import kernel, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 
 FEW_PAIRS = 2048
 """Up to this number of pairs, each program of ``_align_kernel`` counts all pairs. More pairs are counted in blocks by
@@ -153,8 +153,7 @@ def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterConfig)
     counts = top_k, next_power_of_2(top_k), router.top_groups, router.group_top
     rules = router.scale, router.scoring == "sigmoid", router.is_normalized
     arguments = (logits, bias, experts, weights, *groups, *counts, *rules)
-    alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
-    key = logits.dtype, None if bias is None else bias.dtype, num_experts, top_k, router, alignments
+    key = *dtypes(logits, bias), num_experts, top_k, router, *alignments(logits, bias)
     _route_kernel((num_tokens, 1, 1), key, arguments, options(1))
     return ChosenExperts(experts, weights)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)
@@ -46,16 +46,10 @@ class ScoreRules(NamedTuple):
     @property
     def tensors_key(self) -> object:
         """Return the part of a ``KernelLauncher`` key that depends on the sinks and the scales."""
-        sinks = None if self.sinks is None else (self.sinks.dtype, self.sinks.data_ptr() % 16)
-        return sinks, scales_key(self.scales)
+        return dtypes(self.sinks), alignments(self.sinks, self.scales)
 
 
 NO_RULES = ScoreRules()
-
-
-def scales_key(scales: Tensor | None) -> int | None:
-    """Return the part of a ``KernelLauncher`` key that depends on the scales [2] of keys and values."""
-    return None if scales is None else scales.data_ptr() % 16
 
 
 @triton.jit
@@ -224,5 +218,5 @@ def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, 
     num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
     tensors = out, weights, other, other_weights
     sizes = num_heads, head_size, next_power_of_2(head_size), has_sinks
-    key, arguments = (out.dtype, other_weights.dtype, sizes, *alignments(*tensors)), (*tensors, num_rows, *sizes)
+    key, arguments = (*dtypes(out, other_weights), sizes, *alignments(*tensors)), (*tensors, num_rows, *sizes)
     _merge_results_kernel((-(-num_rows // MERGED_ROWS.value), 1, 1), key, arguments, {"num_warps": 4})
