@@ -28,8 +28,8 @@ from aioengine.kernels.adapter_types import (
 from aioengine.kernels.linear import DeviceMatmul, Matmul
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import FEW_OUTPUTS, alignments, kernel, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
 _RANK_UNIT = tl.constexpr(RANK_UNIT)

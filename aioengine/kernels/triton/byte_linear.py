@@ -27,17 +27,8 @@ from aioengine.kernels.codes import FP8, FP8_MAX
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import wait_and_start_next, wait_between_products
 from aioengine.kernels.triton.device_codes import DeviceCodes
-from aioengine.kernels.triton.launcher import (
-    FEW_OUTPUTS,
-    MANY_OUTPUTS,
-    PROCESSORS,
-    alignments,
-    dtypes,
-    kernel,
-    next_power_of_2,
-    options,
-)
-from aioengine.kernels.triton.skinny_linear import with_other_splits
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, dtypes, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS, with_other_splits
 
 LARGEST = tl.constexpr(FP8_MAX)
 MAX_FP8_PAIRS, MAX_FP8_ROWS = 64, 128

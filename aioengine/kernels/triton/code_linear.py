@@ -19,16 +19,8 @@ from aioengine.kernels.codes import FP8, PIECES, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.device_codes import DeviceCodes, joined, scaled, weights_of
-from aioengine.kernels.triton.launcher import (
-    MANY_OUTPUTS,
-    PROCESSORS,
-    alignments,
-    dtypes,
-    kernel,
-    next_power_of_2,
-    options,
-)
-from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, with_other_splits
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, dtypes, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, MANY_OUTPUTS, with_other_splits
 
 MAX_CODE_ROWS = 256
 """With more rows, it is faster to dequantize the weight first; see ``max_rows``."""

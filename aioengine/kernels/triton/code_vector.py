@@ -16,15 +16,8 @@ from torch import Tensor
 from aioengine.kernels.codes import PIECES
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
-from aioengine.kernels.triton.launcher import (
-    FEW_OUTPUTS,
-    MANY_OUTPUTS,
-    alignments,
-    dtypes,
-    kernel,
-    next_power_of_2,
-    options,
-)
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS
 
 OUTPUTS = tl.constexpr(8)
 """Of a program: the scales of a group fill a sector of memory."""

@@ -28,16 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aioengine.kernels.triton import skinny_linear
 from aioengine.kernels.triton.activation import activate_and_mul, activated
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import (
-    FEW_OUTPUTS,
-    MANY_OUTPUTS,
-    PROCESSORS,
-    alignments,
-    has_dependent_launch,
-    kernel,
-    options,
-)
-from aioengine.kernels.triton.skinny_linear import prefetch
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, has_dependent_launch, kernel, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS, SKINNY_ROWS, SkinnyPrograms, prefetch
 
 
 class Tile(NamedTuple):
@@ -217,9 +209,9 @@ def num_splits(num_outputs: int, size: int) -> int:
     return 2 if num_outputs <= FEW_OUTPUTS and size >= 2048 else 1
 
 
-def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.SkinnyPrograms | None:
+def programs_of(num_rows: int, num_outputs: int, size: int) -> SkinnyPrograms | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
-    if num_rows > skinny_linear.SKINNY_ROWS:
+    if num_rows > SKINNY_ROWS:
         return None
     if num_rows == 1 and num_splits(num_outputs, size) == 1:
         return (16, 256, 1, 3, 1, 0) if num_outputs > MANY_OUTPUTS else (16, 256, 1, 4, 2, 8)

@@ -27,10 +27,6 @@ MAX_COMPILERS = 16
 """Maximum number of compiler threads. The Python part of a compilation holds the GIL."""
 PROCESSORS = 132
 """Multiprocessors of an H200, for which the shapes of programs are chosen."""
-FEW_OUTPUTS = 4096
-"""The hidden size of an 8B model: the tiles of few rows do not keep all processors busy."""
-MANY_OUTPUTS = 16_384
-"""The tiles of few rows keep all processors busy."""
 
 _requested: ContextVar[set[Hashable] | None] = ContextVar("_requested", default=None)
 """Specializations requested inside ``compile_only``. None outside of it: kernels are launched."""

@@ -22,15 +22,18 @@ from torch import Tensor
 
 from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, is_last, wait_and_start_next
-from aioengine.kernels.triton.launcher import (
-    FEW_OUTPUTS,
-    MANY_OUTPUTS,
-    KernelLauncher,
-    alignments,
-    kernel,
-    next_power_of_2,
-    options,
-)
+from aioengine.kernels.triton.launcher import KernelLauncher, alignments, kernel, next_power_of_2, options
+
+FEW_OUTPUTS = 4096
+"""The hidden size of an 8B model: the tiles of few rows do not keep all processors busy."""
+MANY_OUTPUTS = 16_384
+"""The tiles of few rows keep all processors busy."""
+SKINNY_ROWS = 64
+"""Maximum rows of the skinny kernel. With more rows, other kernels are faster."""
+LEAST_ROWS = 8
+"""Minimum rows of a tile: rows are the columns of the tensor core instruction."""
+HEAD_OUTPUTS = 65_536
+"""Fewer than the tokens of most vocabularies."""
 
 
 @triton.jit
@@ -135,12 +138,6 @@ def gated_vector_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None)
     return out
 
 
-SKINNY_ROWS = 64
-"""Maximum rows of the skinny kernel. With more rows, other kernels are faster."""
-LEAST_ROWS = 8
-"""Minimum rows of a tile: rows are the columns of the tensor core instruction."""
-HEAD_OUTPUTS = 65_536
-"""Fewer than the tokens of most vocabularies."""
 SkinnyPrograms = tuple[int, int, int, int, int, int]
 """(outputs per program, inputs per block, splits, stages, warps, cache lines to prefetch)."""
 
