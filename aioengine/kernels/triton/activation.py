@@ -1,4 +1,8 @@
-"""Activations on a GPU, each in one pass over the memory. T rows, F inner size."""
+"""Activations on a GPU: x [T, 2 F], gates first -> activation(gates) * ups [T, F], and the exact GELU x [...] -> [...].
+
+They are computed in fp32 and rounded like separate operations. A program computes a block of one row, or of the GELU.
+Other kernels use the functions of this file too.
+"""
 
 from __future__ import annotations
 

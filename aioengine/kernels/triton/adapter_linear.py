@@ -1,10 +1,19 @@
-"""``kernels.adapter_linear`` on a GPU, in two kernels: x [T, I] -> A x in partial sums -> y [T, O] += B (A x).
+"""``kernels.adapter_linear`` on a GPU: y [T, O] += B (A x), x [T, I]. The rows are in N tiles of R rows of one adapter.
 
-The inputs are split among programs; the split depends only on I and the tile size. The second kernel adds the partial
-sums in a fixed order. Both kernels load adapter weights while the previous kernel still runs. With few rows, the first
-kernel runs concurrently with the layer's own matmul: x is complete when this matmul lets the next kernel start. The
-first kernel ends only after the matmul, so the second kernel waits for both. With one row, the kernel that multiplies
-the layer's weight also multiplies A. T rows in N tiles of R rows.
+Kernels:
+
+- ``_shrink_kernel`` computes A x. A program multiplies one tile by some ranks of one part of the layer, over one split
+  of the inputs.
+- ``_expand_kernel`` adds the splits, rounds A x to the dtype of B, multiplies it by B, and adds the result to y. A
+  program computes one tile and some outputs of one part.
+- ``_vector_kernel`` replaces the first one for one row: some programs multiply the layer's weight, others A.
+
+Sums: the splits depend only on I and the tile size, and are added in a fixed order. Each sum is in fp32, from the first
+to the last input.
+
+All kernels load adapter weights while the previous kernel still runs. With few rows, the first kernel runs concurrently
+with the layer's own matmul: x is complete when this matmul lets the next kernel start. The first kernel ends only after
+the matmul, so the second kernel waits for both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batch-invariant attention over pages on a GPU: the result of a row does not depend on other rows.
+"""Batch-invariant attention over pages on a GPU: softmax(q k^T * scale) v, q [T, H, E] -> [T, H, V].
 
 The positions of a row are divided into blocks. The softmax of a block is computed alone, and blocks are merged in
 order, in decode steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption change a bit of

@@ -1,4 +1,11 @@
-"""Causal depthwise convolution on a GPU. The last inputs of each row are kept in a state pool.
+"""Causal depthwise convolution on a GPU: out[t] = SiLU(bias + sum over w of weight[:, w] * x[t - W + 1 + w]), [T, C].
+
+The last inputs of each row are kept in a state pool. The W products of an element are added in fp32, oldest first, so a
+result does not depend on the chunk that contains the token.
+
+Programs: if all rows have one token, a program computes some channels of a row and moves its state
+(``_step_kernel``). Otherwise a program computes some channels of a block of tokens (``_block_kernel``), and then
+``_state_kernel`` stores the last inputs of each row.
 
 T packed tokens, C channels, W filter width, N slots, R rows, B blocks of tokens.
 """

@@ -1,8 +1,14 @@
-"""Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
+"""Matmul with a weight of 4 or 8 bits per number (``DeviceCodes``) on a GPU: x [T, I], bias [O] -> [T, O].
 
 For few rows, the time is limited by reading the weight, as in ``skinny_linear``. Numbers are converted in registers to
-operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. 8-bit weights have further
-kernels (``byte_linear``). A line is a row of the weight: an output, or an output of an expert.
+operands of tensor cores (``device_codes``). For many rows it is faster to ``dequantize`` the weight first. One row has
+further kernels (``code_vector``), and 8-bit weights too (``byte_linear``).
+
+Programs: each computes some outputs of some rows, over one split of the inputs. The one that finishes a tile last adds
+its splits.
+
+Sums: in fp32, from the first to the last input of a split, then split after split. The number of splits depends on T,
+so the bits do too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
-"""Product of 4-bit codes with one row on a GPU (``code_linear``): x [1, I], codes [O, I] -> [1, O]. G groups.
+"""Product of 4-bit codes with one row on a GPU (``code_linear``): x [1, I], codes [O, I] -> [1, O].
 
 Tensor cores read the codes as they are in memory: converting them to fp32 takes longer than reading them.
+
+Programs: each computes ``OUTPUTS`` outputs over all inputs, in blocks. A lane multiplies 32 neighboring columns of a
+block.
+
+Sums: the products of a lane are added by tensor cores, and scaled. A lane adds its sums of all blocks in fp32, from the
+first to the last. Then the lanes are added.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Attention of rows of one token, over pages on a GPU.
+"""Attention of rows of one token, over pages on a GPU: softmax(q k^T * scale) v, q [R, H, E] -> [R, H, E].
 
 The positions of a row are divided into splits (split-KV, ``attention/_gpu_splits.py``). A program computes a split for
 one kv head: it reads keys and values once for all query heads of this kv head. The program that finishes last merges
-the splits of a row in order, so that the sum is the same in every run.
+the splits of a row.
+
+Sums: blocks of positions are added to a running softmax from first to last, and splits are merged in order. So the
+result is the same in every run, but it depends on the splits, which depend on the other rows.
 
 A row may also be several tokens of a request (``DecodeRows.most_tokens``): then they read its keys and values together.
 

@@ -1,5 +1,5 @@
 """Accept drafts on a GPU, and move the rows of the next step to their exact positions. ``runner.speculation.proposer``
-explains why the host does not know these.
+explains why the host does not know these. A program has one row.
 
 R rows of a step, T tokens, B rows of a graph, C columns, P page ids, X entries.
 """

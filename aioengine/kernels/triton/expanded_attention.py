@@ -4,6 +4,9 @@ One matmul first expands the latent vectors to keys and values per head, packed 
 key has N expanded elements and P rotated elements shared by all heads. Per head, query and position this needs
 N + P + O multiplications, the absorbed form 2 V + P.
 
+A program computes one head of a tile of tokens of one row. Blocks of positions are added to a running softmax from
+first to last. The result depends on the tile and on the block, so it is not batch-invariant.
+
 T tokens, C positions of all rows, H query heads, N plain and P rotated elements of a key, O value size, V latent size.
 """
 

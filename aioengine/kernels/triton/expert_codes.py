@@ -1,6 +1,7 @@
 """Products with the weights of experts on a GPU. The weights have 16 or 32 bits, or are ``DeviceCodes`` [E * O, I].
 
-Codes are converted in registers. A line is a row of this matrix: an output of an expert.
+``add_products`` multiplies a block of lines by a block of several vectors, with tensor cores. ``vector_products``
+multiplies lines by one vector, in fp32. Codes are converted in registers. A line is an output of an expert.
 """
 
 from __future__ import annotations

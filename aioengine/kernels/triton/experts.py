@@ -1,8 +1,14 @@
 """The gated MLPs of a mixture of experts on a GPU.
 
-With few tokens, pairs are multiplied one by one: a program reads several rows of an expert's weight. More tokens are
-multiplied in tiles of pairs of one expert. The weight is the left operand, so that its outputs are the rows of the
-tensor core instruction. The K results of a token are added in the order in which its experts were chosen.
+Programs:
+
+- With few tokens, a program multiplies one pair by some lines of its expert (``_vector_gated_kernel``), and then one
+  token's K pairs by the same lines of K experts (``_vector_down_kernel``).
+- More tokens are multiplied in tiles of pairs of one expert (``_tiled_kernel``, twice). The weight is the left operand,
+  so that its outputs are the rows of the tensor core instruction. Then ``_sum_kernel`` adds the pairs of each token.
+
+Sums: in fp32. Tiles add over the inputs from first to last. The K results of a token are added in the order in which
+its experts were chosen, then the shared experts. With ``batch_invariant``, all rows use one tile size.
 
 T tokens, D hidden size, F inner size, E experts, K experts per token, P = T * K (token, expert) pairs, O outputs of a
 weight. A line is one output of one expert (``expert_codes``).

@@ -1,12 +1,14 @@
-"""The gated delta rule and the gated norm.
+"""The gated delta rule (``kernels.gated_delta``) and the gated norm.
 
-Short rows are computed token after token, with a part of the state matrix in registers.
+Short rows are computed token after token, with a part of the state matrix in registers (``_scan_kernel``): a program
+has some value columns of one head of a row.
 
 Long rows may be computed in blocks (arXiv 2412.06464, section 3.3). Within a block, the updates of the state matrix
 form a linear system. It is solved for any state S before the block: token i writes the value u_i - S^T w_i for its key.
-All blocks are solved in parallel. Then the state is passed from block to block, with four matmuls per block. The
-operands are in bf16 if the channels are, else in tf32; sums are in fp32. q and k enter the matmuls unnormalized; their
-normalization is a factor per token.
+All blocks are solved in parallel (``_solve_kernel``, a program per block and head). Then the state is passed from block
+to block, with four matmuls per block (``_rows_kernel``, programs as for short rows). The operands are in bf16 if the
+channels are, else in tf32; sums are in fp32. q and k enter the matmuls unnormalized; their normalization is a factor
+per token. A result then depends on the place of the token in its block.
 
 T packed tokens, C channels, H value heads, G key heads, K and V sizes of a head, N slots, R rows, B blocks.
 """
@@ -177,7 +179,6 @@ def _solve_kernel(
     )
 
 
-# Computes the outputs and the state of a row, block after block.
 @kernel(do_not_specialize=["num_tokens"])
 def _rows_kernel(
     channels: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, solved_keys: tl.tensor,
@@ -185,6 +186,7 @@ def _rows_kernel(
     num_heads: tl.tensor, num_tokens: tl.tensor, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRODUCT: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute the outputs and the state of a row, block after block."""
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)
     if count < LEAST:
@@ -270,6 +272,7 @@ def _scan_kernel(
     GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute the outputs and the state of a row of up to ``MOST`` tokens, token after token."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     keys = tl.arange(0, BLOCK_K)
@@ -306,6 +309,7 @@ def _norm_kernel(
     num_heads: tl.tensor,
     VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``gated_rms_norm`` of some heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     values = tl.arange(0, BLOCK)[None, :]

@@ -1,8 +1,11 @@
-"""Gated matmul of up to 128 rows with a large weight on a GPU: x [T, I], weight [2 O, I] -> silu(gate) * up [T, O].
+"""Gated matmul of up to 128 rows with a large weight on a GPU: x [T, I], weight [O, I] -> silu(gate) * up [T, O / 2].
 
-The gate rows of the weight come first. A program computes both gate and up of its outputs, so that only the activated
-result is written. Tiles are loaded by TMA (Hopper and newer). The weight is the left operand, so that its outputs are
-the rows of the tensor core instruction. The rows of x are padded to a power of 2, or to the sum of two powers of 2.
+The gate lines of the weight come first. A program computes gate and up of some outputs for all rows, so that only the
+activated result is written. Tiles are loaded by TMA (Hopper and newer). The weight is the left operand, so that its
+outputs are the rows of the tensor core instruction. The rows of x are padded to a power of 2, or to the sum of two
+powers of 2.
+
+Sums: in fp32, from the first to the last input, as in ``invariant_linear``. So the bits do not depend on T.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> GatedProgra
 
 
 def compile_specializations(weight: Tensor) -> None:
-    """Compile all specializations for weight [2 O, I]."""
+    """Compile all specializations for weight [O, I]."""
     with compile_only():
         for num_rows in PROGRAMS:
             programs = shape_of_programs(weight.shape[0] // 2, weight.shape[1], num_rows)
@@ -93,7 +96,7 @@ def compile_specializations(weight: Tensor) -> None:
 
 
 def matmul(x: Tensor, weight: Tensor, programs: GatedPrograms) -> Tensor:
-    """x [T, I], weight [2 O, I] -> [T, O]; both are contiguous and aligned to 16 bytes."""
+    """x [T, I], weight [O, I] -> [T, O / 2]; both are contiguous and aligned to 16 bytes."""
     outputs, block, stages, num_warps, rows, more = programs
     num_rows, size = x.shape
     num_outputs = weight.shape[0] // 2

@@ -1,5 +1,7 @@
 """Norm and rotation of heads, and the write of K and V to their pages, in one pass on a GPU.
 
+A program has ``HEADS`` heads of one token.
+
 T tokens, H query heads, K kv heads, E head size, N pages, S page size.
 """
 

@@ -1,8 +1,10 @@
 """Latent attention (arXiv 2405.04434) of rows of one token, in its absorbed form, on a GPU.
 
 Faster than the batch-invariant ``kernels/triton/attention.py``: a tile has the heads of one token, and if there
-are few rows, the positions of a row are divided among more programs. A second kernel merges the parts of a row. The
-result of a row with one part is written directly.
+are few rows, the positions of a row are divided among more programs. A program computes some heads over one part of the
+positions (``_parts_kernel``). A second kernel merges the parts of a row. The result of a row with one part is written
+directly. Blocks of positions are added to a running softmax from first to last. The parts depend on the other rows, so
+the bits do too.
 
 R rows, H query heads, V latent size, P rotated elements, E = V + P key size, N pages of the pool, S page size, X parts
 of a row.

@@ -1,5 +1,7 @@
 """Inputs of latent attention on a GPU, in one pass: the key of each token and the rotated part of its queries.
 
+The first program of a token computes its key, the others ``HEADS`` query heads each.
+
 T tokens, H query heads, V latent size, N plain and P rotated elements of a query, E = V + P, B pages, S page size.
 """
 

@@ -1,4 +1,4 @@
-"""Penalties and grammar masks on a GPU.
+"""Penalties and grammar masks on a GPU. A program changes ``BLOCK`` logits of one row.
 
 S rows of logits, X penalized or constrained rows, N rows of the count table or masks, V vocabulary.
 """

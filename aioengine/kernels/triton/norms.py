@@ -1,4 +1,6 @@
-"""Norms on a GPU, each in one pass over the memory. T rows, D columns."""
+"""Norms on a GPU, each in one pass over the memory. A program has a whole row, whose sums depend only on D. T rows, D
+columns.
+"""
 
 from __future__ import annotations
 

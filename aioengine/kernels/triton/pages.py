@@ -1,5 +1,8 @@
 """Changes and copies of KV pages on a GPU.
 
+Programs: ``clean`` has one for each row and each side of a layer, ``convert`` one for each position, and
+``flatten_pages`` one for each row.
+
 L layers, N pages of the pool, K kv heads, S page size, E head size, X rows, C positions.
 """
 

@@ -7,6 +7,8 @@ them again. So the ranks need no other signal, and a part takes as long as one t
 An inbox has two lines for a row of each other rank, used in turns. A rank sends part n + 2 of a row after it has
 received part n + 1, which the other rank sent after its kernel of part n had ended. So that line is empty then.
 
+A program has one row. All ranks add the parts in fp32 in the same order, so they get the same bits.
+
 R rows, D columns, X words of a row, P ranks padded to a power of 2.
 """
 

@@ -1,5 +1,8 @@
 """Routing of tokens to experts on a GPU, without synchronizing with the host, and grouping of pairs into tiles.
 
+``_route_kernel`` has a program for each token. ``_align_kernel`` has a program for each expert, or for each expert and
+block of pairs: it finds the pairs of this expert. The order of pairs is always the same.
+
 T tokens, E experts, K experts per token, P = T * K (token, expert) pairs. Pair p belongs to token p // K. A tile has up
 to ``rows`` pairs of one expert.
 """

@@ -13,6 +13,8 @@ Truncation compares weights: probabilities relative to the largest one, in fp32.
 order, because no weight is negative. A threshold is found by bisection over these bits; 0x3F800000 is 1.0, the largest
 weight, and the threshold -1 is below all weights.
 
+``_blocks_kernel`` has a program for each block of a row, ``_pick_kernel`` and ``_truncated_kernel`` one for each row.
+
 S rows, X truncated rows, V vocabulary.
 """
 

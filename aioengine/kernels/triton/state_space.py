@@ -1,4 +1,8 @@
-"""The state space of Mamba 2 (arXiv 2405.21060): short rows token by token, long rows in blocks of tokens.
+"""The state space of Mamba 2 (``kernels.state_space``): short rows token by token, long rows in blocks of tokens.
+
+A program has some value columns of one head of a row. Within a block, the outputs are products of matrices in tf32, as
+in attention without softmax; the state is passed from block to block. A result then depends on the place of the token
+in its block.
 
 T packed tokens, C channels, H heads, G groups, K and V sizes of a head, N slots, R rows.
 """
