@@ -54,6 +54,7 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
 
 @kernel()
 def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Compute ``activate_and_mul`` for a block of a row. ACTIVATION: a function above."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -66,6 +67,7 @@ def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.
 
 @kernel()
 def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Compute a block of ``gelu``."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     start_next_and_wait()

@@ -97,6 +97,10 @@ def _shrink_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     MAX_RANK: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Multiply a tile by some ranks of A of one part, over a split of the inputs.
+
+    partials: [splits, tiles, ROWS, parts * MAX_RANK] fp32. IS_AHEAD: x is complete before the previous kernel ends.
+    """
     tile, split, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     CHUNKS: tl.constexpr = (MAX_RANK + BLOCK_RANKS - 1) // BLOCK_RANKS
     part = number // CHUNKS
@@ -174,6 +178,11 @@ def _expand_kernel(
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Add B (A x) to some outputs of a tile. The outputs of a block belong to one part.
+
+    SIZE_0, SIZE_1, SIZE_2: outputs of the parts; 0: no such part. IS_GATED: the parts are gates and ups, and the
+    activated sums are stored in ``out`` instead.
+    """
     block, tile = tl.program_id(0), tl.program_id(1)
     BLOCKS_0: tl.constexpr = (SIZE_0 + OUTPUTS - 1) // OUTPUTS
     BLOCKS_1: tl.constexpr = (SIZE_1 + OUTPUTS - 1) // OUTPUTS
@@ -216,6 +225,7 @@ def _vector_kernel(
     num_programs: tl.tensor, SIZE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Multiply one row by some lines: of the layer's weight, or in the programs from ``num_programs`` on, of A."""
     number = tl.program_id(0)
     if number < num_programs:
         vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, LINES, BLOCK)

@@ -63,6 +63,7 @@ ROWS = 64
 DECODE_ROWS = 16
 """Query rows of a tile of a decode step in 16 bits."""
 BLOCK = 64
+"""Positions of a block."""
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
 MOST_POSITIONS = EVEN_SPLITS.value * LARGE
@@ -296,6 +297,7 @@ def _attend_kernel(
     scales: tl.tensor, scale: tl.tensor,
     SIZES: tl.constexpr, IN_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with the query rows of one tile, for the heads of one kv head. IN_SPLITS: as in ``_splits_kernel``."""
     start_next_and_wait()
     TOKENS: tl.constexpr = SIZES.rows // SIZES.group
     tile_start, first_token, count, first_page, length = tokens_of(

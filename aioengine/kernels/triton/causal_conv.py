@@ -21,9 +21,8 @@ from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.kernels.triton.activation import silu_of
 from aioengine.kernels.triton.launcher import alignments, dtypes, kernel
 
-CHANNELS = tl.constexpr(256)
+CHANNELS, BLOCK_CHANNELS = tl.constexpr(256), tl.constexpr(64)
 """Channels per program, and in ``_block_kernel``."""
-BLOCK_CHANNELS = tl.constexpr(64)
 TOKENS = tl.constexpr(BLOCK_TOKENS)
 
 

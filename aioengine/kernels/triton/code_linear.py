@@ -67,6 +67,7 @@ class CodeTile(NamedTuple):
 
 
 LARGE_TILE = CodeTile(128, 256, 8, 120, 2048)
+"""For many rows."""
 TILES = {
     "few": {64: CodeTile(64, 64, 4, 240, 512), 256: CodeTile(64, 128, 4, 132, 2048), 512: LARGE_TILE},
     "many": {64: CodeTile(128, 64, 4, 132, 2048), 128: CodeTile(64, 128, 4, 132, 2048), 512: LARGE_TILE},
@@ -100,6 +101,11 @@ def _matmul_kernel(
     SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Multiply some rows by some lines, over a split of the inputs. 4-bit codes are multiplied piece by piece.
+
+    8-bit numbers are multiplied before they are scaled, if possible: the sum of all inputs is scaled if an output has
+    one scale, or the sum of a block if all of its inputs have the same scale.
+    """
     split, first_row = tl.program_id(1), tl.program_id(2) * ROWS
     first = split * (SIZE // SPLITS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]

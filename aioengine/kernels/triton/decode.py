@@ -41,6 +41,7 @@ LEAST_QUERIES = 16
 MOST_QUERIES = 32
 """Query heads of the tokens of a row, for one kv head."""
 STAGES = tl.constexpr(2)
+"""Blocks of positions in flight."""
 ONE_ROW_SPLITS = tl.constexpr(32)
 """Maximum entries for the splits of one row."""
 

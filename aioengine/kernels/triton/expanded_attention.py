@@ -30,7 +30,9 @@ LARGE = AttentionTile(128, 64, 8, 3)
 SMALL = AttentionTile(64, 64, 4, 3)
 """For fewer tokens: 512 tokens after 3584 positions take 63 us, with large tiles 87."""
 ENOUGH_PROGRAMS = 256
+"""With fewer large tiles, small ones are faster."""
 HOPPER_BYTES = 232_448
+"""Shared memory per program."""
 
 
 def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
@@ -50,6 +52,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, ROTATED_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_COLUMNS: tl.constexpr, MORE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with one head of the tokens of one tile."""
     head = tl.program_id(0)
     tile_start, first_token, count, row_page, length = tokens_of(
         tiles, tl.program_id(1), query_starts, page_starts, last_lengths, PAGE_SIZE

@@ -57,6 +57,7 @@ def _gated_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``OUTPUTS`` results of ROWS + MORE rows. x, x_more: the same tensor, loaded in tiles of these sizes."""
     first = tl.program_id(0) * OUTPUTS
     start_next_and_wait()
     gate, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)

@@ -64,6 +64,7 @@ def _rotate_kernel(
     epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``rotate`` for some heads of a token. COLUMNS: ``HALF``, padded."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)
@@ -114,6 +115,7 @@ def _write_kernel(
     keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``write`` for some heads of a token: queries, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     if out is None:
@@ -150,6 +152,7 @@ def _rotate_qk_kernel(
     key_head: tl.tensor, cos: tl.tensor, sin: tl.tensor, out_queries: tl.tensor, out_keys: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``rotate_qk`` for some heads of a token. Each product is rounded before it is added."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]

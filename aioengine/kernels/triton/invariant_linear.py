@@ -106,6 +106,7 @@ def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute one tile."""
     first_row, first_output = _tile_of(tl.program_id(0), num_rows, num_outputs, ROWS, OUTPUTS)
     rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
@@ -327,8 +328,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-HEADS = Tile(64, 64, 64, 3, 4)
-FP32_HEADS = Tile(32, 32, 32, 3, 4)
+HEADS, FP32_HEADS = Tile(64, 64, 64, 3, 4), Tile(32, 32, 32, 3, 4)
+"""The tiles of ``head_matmul``, in 16 bits and in fp32."""
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -338,6 +339,7 @@ def _heads_kernel(
     WEIGHT_INPUT: tl.constexpr, WEIGHT_OUTPUT: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a tile of one head. X_ROW ... OUT_HEAD: strides."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     head = tl.program_id(2).to(tl.int64)

@@ -75,6 +75,7 @@ def _parts_kernel(
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, MORE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with some heads of a row to one part of its positions."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     size = part_size(length, few_parts, most_parts, BLOCK)
@@ -121,6 +122,7 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Merge the parts of a row, for some columns of one head."""
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)

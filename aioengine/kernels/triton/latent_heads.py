@@ -41,6 +41,7 @@ def _heads_kernel(
     NUM_HEADS: tl.constexpr, QUERY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr, KEEPS_KEY: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute the key of a token (first program), or rotate some of its query heads."""
     PLAIN: tl.constexpr = QUERY_SIZE - 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     rotation += token * (2 * HALF)

@@ -35,6 +35,7 @@ def _penalties_kernel(
     logits: tl.tensor, logits_stride: tl.tensor, counts: tl.tensor, counts_stride: tl.tensor, rows: tl.tensor,
     count_rows: tl.tensor, frequencies: tl.tensor, presences: tl.tensor, repetitions: tl.tensor, num_tokens: tl.tensor,
 ) -> None:  # fmt: skip
+    """Compute ``penalize`` for a block of one row."""
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count_row = tl.load(count_rows + index).to(tl.int64)
@@ -64,6 +65,7 @@ def _mask_kernel(
     logits: tl.tensor, logits_stride: tl.tensor, words: tl.tensor, words_stride: tl.tensor, rules: tl.tensor,
     num_tokens: tl.tensor,
 ) -> None:  # fmt: skip
+    """Compute ``mask`` for a block of one row."""
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = columns < num_tokens

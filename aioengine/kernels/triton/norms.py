@@ -28,6 +28,7 @@ def _norm_kernel(
     num_columns: tl.tensor, epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``add_rms_norm`` for one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < num_columns
@@ -53,6 +54,7 @@ def _layer_norm_kernel(
     delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     EPSILON: tl.constexpr, KEEPS_SUM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``add_layer_norm`` for one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < num_columns

@@ -23,6 +23,7 @@ def _clean_kernel(
     pool: tl.tensor, marks: tl.tensor, rows: tl.tensor, page_ids: tl.tensor, part_stride: tl.tensor,
     PAGE_ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Clean the pages of one row in the keys or the values of one layer, if the row has failed."""
     row = rows + 3 * tl.program_id(0)
     if tl.load(marks + tl.load(row)) < 0:
         part = pool + tl.program_id(1) * part_stride.to(tl.int64)
@@ -52,6 +53,7 @@ def _convert_kernel(
     keys: tl.tensor, values: tl.tensor, slots: tl.tensor, scales: tl.tensor, out_keys: tl.tensor, out_values: tl.tensor,
     NUM_KV: tl.constexpr, PAGE_SIZE: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Copy the key and the value of one position."""
     position = tl.program_id(0).to(tl.int64)
     head, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (head < NUM_KV) & (columns < SIZE)
@@ -83,6 +85,7 @@ def convert(
 def _pages_kernel(
     page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
+    """Copy the page table of one row."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start

@@ -40,6 +40,10 @@ def _route_kernel(
     TOP_K: tl.constexpr, LANES: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, SCALE: tl.constexpr,
     IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``route`` for one token.
+
+    NUM_GROUPS, SIZE: groups, and experts of a group; GROUPS, PLACES: both padded. LANES: TOP_K, padded.
+    """
     token = tl.program_id(0).to(tl.int64)
     groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, PLACES)[None, :]
     numbers = groups * SIZE + places
@@ -99,6 +103,7 @@ def _counted(
 def _count_kernel(
     experts: tl.tensor, counts: tl.tensor, num_pairs: tl.tensor, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Count the pairs of each expert in one block. counts: [blocks, BINS]."""
     block = tl.program_id(0)
     wait_and_start_next()
     tl.store(counts + block * BINS + tl.arange(0, BINS), _counted(experts, block * BLOCK, num_pairs, BINS, BLOCK))
@@ -110,6 +115,10 @@ def _align_kernel(
     num_pairs: tl.tensor, max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store the pairs of one expert in a block, and in the first block its tiles. BINS: the experts, padded.
+
+    IS_COUNTED: ``counted`` are the results of ``_count_kernel``. Otherwise there is one block, and each program counts.
+    """
     expert, own_block = tl.program_id(0), tl.program_id(1)
     wait_and_start_next()
     bins = tl.arange(0, BINS)

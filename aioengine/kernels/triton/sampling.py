@@ -32,6 +32,7 @@ from aioengine.kernels.triton.launcher import kernel, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory, message, received
 
 BLOCK = tl.constexpr(2048)
+"""Tokens of a program of ``_blocks_kernel``."""
 LOOP_BLOCK = tl.constexpr(8192)
 """Tokens that a program loads at once for rows with truncation rules."""
 CONTIGUOUS = tl.constexpr(4)

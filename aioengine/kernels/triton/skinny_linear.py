@@ -182,6 +182,7 @@ def _skinny_kernel(
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``OUTPUTS`` outputs of all rows, over a split of the inputs. AHEAD: cache lines of a line to prefetch."""
     tile, split = tl.program_id(0), tl.program_id(1)
     first = split * (SIZE // SPLITS)
     outputs, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS)[:, None], tl.arange(0, ROWS)[None, :]
