@@ -126,7 +126,7 @@ class Packing(NamedTuple):
     dtype: torch.dtype
 
 
-BLOCK = 64
+MAX_PLAIN_ROWS = 64
 """Maximum rows of a matmul with a weight that is not packed; more rows are split."""
 ROW_COUNTS = (
     *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
@@ -144,7 +144,7 @@ COMMON_ROWS = 8
 LEAST_COUNT = 16
 """If the largest usable row count is smaller, another dtype is tried."""
 MAX_TRIED_ELEMENTS = 2 << 20
-"""Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
+"""Maximum size of a result of more than ``MAX_PLAIN_ROWS`` rows in the trials, to limit time and memory."""
 CACHED_BYTES = 1 << 20
 """Smaller weights stay in the cache, so no row counts are slow."""
 
@@ -169,7 +169,7 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     slow: Sequence[int] = ()
     if dtype == torch.bfloat16 and not transposes(dtype) and 2 * out_features * in_features > CACHED_BYTES:
         slow = slow_counts(torch.get_num_threads())
-    most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
+    most = max(MAX_PLAIN_ROWS, MAX_TRIED_ELEMENTS // out_features)
     step = TILE_ROWS if transposes(dtype) else 1
     counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
@@ -258,7 +258,7 @@ class Trial:
             return torch.randn(num_rows, size, generator=generator) * 2.0**powers
 
         num_different = min(out_features, DIFFERENT_OUTPUTS)
-        num_rows = min(1 + TRIED_TERMS // (num_different * in_features), BLOCK)
+        num_rows = min(1 + TRIED_TERMS // (num_different * in_features), MAX_PLAIN_ROWS)
         weight, x = random(num_different, in_features), random(num_rows, in_features)
         weight[:, taken_back] = -weight[:, added]
         x[:, taken_back] = x[:, added]
@@ -290,7 +290,7 @@ class Trial:
         return torch.cat(results) if len(results) > 1 else results[0]
 
 
-TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
+TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, MAX_PLAIN_ROWS)
 """Row counts that are tried with a weight that is not packed."""
 
 
@@ -301,13 +301,13 @@ def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, nu
     num_threads: only part of the cache key, because the trials depend on it.
     """
     trial = Trial(out_features, in_features, dtype)
-    agrees = trial.agreeing(_plain(trial.weight, None), BLOCK)
-    first = BLOCK + 1
+    agrees = trial.agreeing(_plain(trial.weight, None), MAX_PLAIN_ROWS)
+    first = MAX_PLAIN_ROWS + 1
     for num_rows in reversed(TRIED_ROWS):
         if not agrees(num_rows):
             break
         first = num_rows
-    return range(first, BLOCK + 1)
+    return range(first, MAX_PLAIN_ROWS + 1)
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:

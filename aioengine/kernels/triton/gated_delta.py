@@ -25,19 +25,18 @@ from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, DeltaGates, StateRows
 from aioengine.kernels.triton.activation import silu_of, softplus_of
-from aioengine.kernels.triton.causal_conv import rows_key, span_of
+from aioengine.kernels.triton.causal_conv import TOKENS, rows_key, span_of
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
 LEAST_TOKENS: Final = 32
 """Rows with at least this many tokens are faster in blocks than token by token."""
 
-TOKENS = tl.constexpr(BLOCK_TOKENS)
 LEAST = tl.constexpr(LEAST_TOKENS)
 LEVELS = tl.constexpr(BLOCK_TOKENS.bit_length() - 1)
 EPSILON = tl.constexpr(1e-6)
 
-_BLOCK_VALUES = 32
-"""State matrix columns per program."""
+SCAN_VALUES, BLOCK_VALUES = 16, 32
+"""State matrix columns per program, token by token and in blocks. One warp adds over keys without shared memory."""
 _FACTORS: Final = 3
 """Factors per token and head, see ``_store_reading``."""
 
@@ -246,15 +245,13 @@ def compute_blocks(
     numbers = num_channels, gates.steps.stride(0), num_heads, num_tokens, key_size**-0.5
     arguments = (*tensors, *numbers, *sizes, block_v, product)
     _solve_kernel((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
-    block_v = min(block_v, _BLOCK_VALUES)
+    block_v = min(block_v, BLOCK_VALUES)
     num_warps, stages = (4, 3) if is_narrow else (8, 1)  # limited by registers and shared memory
     tensors = channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out
     arguments = (*tensors, num_channels, num_heads, num_tokens, *sizes, block_v, product, stages)
     _rows_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})
 
 
-_VALUES = 16
-"""State matrix columns per program: with one warp a sum over keys needs no shared memory."""
 HEADS = tl.constexpr(8)
 """Heads per program of the norm."""
 
@@ -334,7 +331,7 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     stride = gates.steps.stride(0)
     has_blocks = in_blocks and rows.blocks is not None
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
-    block_v = min(_VALUES, next_power_of_2(value_size))
+    block_v = min(SCAN_VALUES, next_power_of_2(value_size))
     sizes = group, key_size, value_size
     tensors = channels, *gates, state, rows.slots, rows.starts, rows.ends, out
     arguments = (*tensors, num_channels, stride, num_heads, key_size**-0.5, *sizes, block_k, block_v, most)

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from aioengine.kernels.state_types import SpaceWeights, StateRows
 from aioengine.kernels.triton.activation import softplus_of
-from aioengine.kernels.triton.causal_conv import rows_key, span_of
-from aioengine.kernels.triton.gated_delta import LEAST_TOKENS, TOKENS, decayed, load_matrix
+from aioengine.kernels.triton.causal_conv import TOKENS, rows_key, span_of
+from aioengine.kernels.triton.gated_delta import BLOCK_VALUES, LEAST_TOKENS, SCAN_VALUES, decayed, load_matrix
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
-_VALUES = 16, 32
-"""State matrix columns per program, without and with blocks."""
 _MOST_KEYS: Final = 128
 """Blocks of larger b and c do not fit into shared memory."""
 
@@ -109,7 +107,7 @@ def state_space(
     key = (channels.dtype, *sizes, *weights.limits, *alignments(steps, state), has_blocks, *rows_key(rows))
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
-    forms = (False, _VALUES[0], 1, most, 1), (True, _VALUES[1], LEAST_TOKENS, sys.maxsize, 8)
+    forms = (False, SCAN_VALUES, 1, most, 1), (True, BLOCK_VALUES, LEAST_TOKENS, sys.maxsize, 8)
     for in_blocks, max_values, least, most, num_warps in forms[: 1 + has_blocks]:
         blocks = block_k, min(block_v, max_values)
         grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
