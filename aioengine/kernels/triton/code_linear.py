@@ -17,14 +17,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.codes import FP8, PIECES, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
-from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
-from aioengine.kernels.triton.device_codes import DeviceCodes, joined, scaled, weights_of
+from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
+from aioengine.kernels.triton.device_codes import DeviceCodes, joined, narrowed, scaled, weights_of
 from aioengine.kernels.triton.launcher import PROCESSORS, alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, MANY_OUTPUTS, with_other_splits
 
@@ -75,24 +74,6 @@ TILES = {
 """Few or ``MANY_OUTPUTS`` of 4-bit codes -> maximum rows -> tile."""
 
 
-@triton.jit
-def _narrowed(numbers: tl.tensor, vectors: tl.tensor) -> tl.tensor:
-    """Convert int8 or fp8 numbers to the dtype of ``vectors``, exactly."""
-    if DEPENDENT and numbers.dtype == tl.int8 and vectors.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_ASM_INT8, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return numbers.to(tl.float32).to(vectors.dtype)
-
-
-_ASM_INT8 = tl.constexpr(
-    # bytes 0 and 1, then 2 and 3: 128 + (low 7 bits), minus 128 or 256
-    """{ .reg .b32 a, b;
-    prmt.b32 a, $2, 0, 0x4140;
-    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $0, b, a;
-    prmt.b32 a, $2, 0, 0x4342;
-    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $1, b, a; }"""
-)
-
-
 @kernel(do_not_specialize=["num_rows"])
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
@@ -126,9 +107,9 @@ def _matmul_kernel(
             numbers = tl.load(line_pointers + columns[None, :])
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
             if GROUP == SIZE and offsets is None:
-                total = tl.dot(_narrowed(numbers, vectors), vectors, total)
+                total = tl.dot(narrowed(numbers, vectors), vectors, total)
             elif GROUP % BLOCK == 0 and offsets is None:
-                total += tl.dot(_narrowed(numbers, vectors), vectors) * tl.load(scales + group)
+                total += tl.dot(narrowed(numbers, vectors), vectors) * tl.load(scales + group)
             else:
                 groups = group + tl.arange(0, (BLOCK + GROUP - 1) // GROUP)[None, :] * num_outputs
                 numbers = scaled(numbers.to(tl.float32), scales, offsets, None, groups, None, -1)

@@ -122,6 +122,24 @@ def numbers_of_words(words: tl.tensor, table: tl.tensor, scales: tl.tensor, PER_
 
 
 @triton.jit
+def narrowed(numbers: tl.tensor, vectors: tl.tensor) -> tl.tensor:
+    """Convert int8 or fp8 numbers to the dtype of ``vectors``, exactly."""
+    if DEPENDENT and numbers.dtype == tl.int8 and vectors.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_ASM_INT8, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return numbers.to(tl.float32).to(vectors.dtype)
+
+
+_ASM_INT8 = tl.constexpr(
+    # bytes 0 and 1, then 2 and 3: 128 + (low 7 bits), minus 128 or 256
+    """{ .reg .b32 a, b;
+    prmt.b32 a, $2, 0, 0x4140;
+    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $0, b, a;
+    prmt.b32 a, $2, 0, 0x4342;
+    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $1, b, a; }"""
+)
+
+
+@triton.jit
 def _load_for(numbers: tl.tensor, values: tl.tensor, places: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
     """Load the scales, zeros or offsets of numbers from ``places``: one for each number, or for each group of numbers.
 

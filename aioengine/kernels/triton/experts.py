@@ -314,7 +314,7 @@ def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tenso
 class VectorPrograms(NamedTuple):
     """Outputs, inputs per block, blocks per iteration and warps of a program that multiplies vectors.
 
-    Each warp loads x for its own weight rows: sharing x would need a barrier.
+    Each warp loads x for its own lines: sharing x would need a barrier.
     """
 
     outputs: int
@@ -329,7 +329,7 @@ VECTOR_CODES = VectorPrograms(4, 1024, 1, 4)
 
 @lru_cache(maxsize=64)
 def programs_for(size: int, num_matrices: int, block: int) -> VectorPrograms:
-    """Return the programs for weight rows of ``size`` elements in ``num_matrices`` matrices, loaded in blocks."""
+    """Return the programs for lines of ``size`` elements of ``num_matrices`` matrices, loaded in blocks."""
     num_blocks = -(-size // block)
     num_rounds = -(-num_blocks * num_matrices * block // (256 * VECTOR_PARTS))
     return VectorPrograms(4, block, -(-num_blocks // num_rounds), 4)
