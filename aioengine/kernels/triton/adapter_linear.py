@@ -35,7 +35,7 @@ from aioengine.kernels.adapter_types import (
     AdapterWeights,
 )
 from aioengine.kernels.linear import DeviceMatmul, Matmul
-from aioengine.kernels.triton.activation import activated
+from aioengine.kernels.triton.activation import silu_of
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
 from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, products, shape_of_vector_programs, vector_kernel
@@ -209,9 +209,11 @@ def _expand_kernel(
             gate = tl.load(values, mask=inside, other=0.0)
             up = tl.load(values + SIZE_0, mask=inside, other=0.0)
             more = _product(sums, b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
-            up_more = _product(sums + MAX_RANK, up_b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
-            active = activated(gate.to(tl.float32) + more, up.to(tl.float32) + up_more, gate.dtype)
-            tl.store(out + rows * SIZE_0 + outputs[None, :], active, mask=inside)
+            wide = (gate.to(tl.float32) + more).to(gate.dtype).to(tl.float32)
+            more = _product(sums + MAX_RANK, up_b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
+            up = (up.to(tl.float32) + more).to(gate.dtype)
+            active = silu_of(wide).to(gate.dtype)
+            tl.store(out + rows * SIZE_0 + outputs[None, :], active * up, mask=inside)
     elif b[0] > 0:
         before = tl.load(values, mask=inside, other=0.0)
         more = _product(sums + part * MAX_RANK, b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)

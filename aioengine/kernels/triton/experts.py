@@ -27,7 +27,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import piece_of
 from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
-from aioengine.kernels.triton.activation import activated
+from aioengine.kernels.triton.activation import silu_of
 from aioengine.kernels.triton.code_linear import dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
 from aioengine.kernels.triton.device_codes import DeviceCodes
@@ -48,11 +48,12 @@ from aioengine.kernels.triton.routing import Tiling, align
 @triton.jit
 def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.constexpr) -> tl.tensor:
     """gate and up [...] fp32 -> [...]. Rounds like a separate matmul and activation."""
-    if GATE.limit == 0:
-        return activated(gate, up, narrow)
-    gate = tl.minimum(gate.to(narrow).to(tl.float32), GATE.limit)
-    up = tl.minimum(tl.maximum(up.to(narrow).to(tl.float32), -GATE.limit), GATE.limit)
-    return ((up + 1.0) * (gate / (1.0 + tl.exp(-gate * GATE.alpha)))).to(narrow)
+    gate, up = gate.to(narrow).to(tl.float32), up.to(narrow).to(tl.float32)
+    if GATE.limit > 0:
+        gate = tl.minimum(gate, GATE.limit)
+        up = tl.minimum(tl.maximum(up, -GATE.limit), GATE.limit)
+        return ((up + 1.0) * (gate / (1.0 + tl.exp(-gate * GATE.alpha)))).to(narrow)
+    return silu_of(gate).to(narrow) * up.to(narrow)
 
 
 @kernel(do_not_specialize=["max_tiles"])
