@@ -10,16 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.heads import Heads
 from aioengine.kernels.kv_target import KVTarget, WriteKV
 from aioengine.settings.page_groups import layer_groups
-
-Ints = npt.NDArray[np.int32]
 
 
 class BackendUnavailableError(ValueError):
@@ -60,7 +57,7 @@ class ForwardBatch:
     page_table: Tensor
     query_lengths: list[int]
     kv_lengths: list[int]
-    host_pages: Ints | None = None
+    host_pages: Ints32 | None = None
     bidirectional_images: Sequence[BidirectionalImage] = ()
     parts: Sequence[ForwardBatch] = ()
 
@@ -285,12 +282,12 @@ class FixedDecode(StepAttention, Protocol):
 
     most_tokens: int
 
-    def plan_capture(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints32) -> None:
         """Plan the capture: fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         ...
 
-    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
-        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32.
+    def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
+        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R].
 
         tables: [X + 1] first row of each page table, and R; None: each row has its own.
         """
@@ -330,9 +327,9 @@ class SharedPages(NamedTuple):
         page_ids: int32 on the host, the concatenated shared pages.
     """
 
-    row_ends: Ints
-    num_pages: Ints
-    page_ids: Ints
+    row_ends: Ints32
+    num_pages: Ints32
+    page_ids: Ints32
 
 
 class CascadeLimits(NamedTuple):

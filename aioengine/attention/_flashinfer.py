@@ -24,7 +24,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from torch import Tensor
 
-from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, Ints, SharedPages
+from aioengine.attention._base import AttentionShape, CascadeLimits, DecodeBuffers, ForwardBatch, SharedPages
 from aioengine.attention._gpu_rows import (
     AttentionLayers,
     FixedDecodeRows,
@@ -37,6 +37,7 @@ from aioengine.attention._gpu_rows import (
 )
 from aioengine.attention._shared_rows import find_shared
 from aioengine.attention.triton import TritonAttention
+from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.triton.pages import convert
 from aioengine.kernels.triton.scores import add_sinks, merge
 
@@ -146,7 +147,9 @@ class PrefillRows:
         self._shared: tuple[slice, Tensor] | None = None
         """The tokens that share pages, and the indices of these pages' (page, kv head, offset) triples in the pool."""
 
-    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
+    def plan(
+        self, page_table: Tensor, query_lengths: Ints32, kv_lengths: Ints32, host_pages: Ints32 | None = None
+    ) -> None:
         """Plan R >= 1 rows: page_table [R, P] on the device, lengths [R] and host_pages [R, P] on the host."""
         num_rows = len(query_lengths)
         continued = np.flatnonzero(kv_lengths > query_lengths)
@@ -177,7 +180,7 @@ class PrefillRows:
             plan_packed(layers, self._ragged, fresh, fresh)
         layers.copied.record()
 
-    def _plan_shared(self, page_ids: Ints, tokens: slice) -> None:
+    def _plan_shared(self, page_ids: Ints32, tokens: slice) -> None:
         """Plan the attention of tokens to shared pages. page_ids: [P] on the host."""
         layers, num_tokens = self._layers, tokens.stop - tokens.start
         num_kv_heads, page_size = layers.shape.num_kv_heads, layers.page_size
@@ -227,7 +230,9 @@ class TritonRows:
     def __init__(self, layers: FlashInferLayers) -> None:
         self._attention = TritonAttention(layers)
 
-    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
+    def plan(
+        self, page_table: Tensor, query_lengths: Ints32, kv_lengths: Ints32, host_pages: Ints32 | None = None
+    ) -> None:
         """Plan R >= 1 rows: page_table [R, P] on the device, lengths [R] on the host."""
         lengths = query_lengths.tolist(), kv_lengths.tolist()
         unused = torch.empty(0, dtype=torch.int64, device=page_table.device)
@@ -253,7 +258,9 @@ class ConvertedRows:
         self._packed = BatchPrefillWithRaggedKVCacheWrapper(layers.workspace, "NHD")
         self._slots: Tensor | None = None
 
-    def plan(self, page_table: Tensor, query_lengths: Ints, kv_lengths: Ints, host_pages: Ints | None = None) -> None:
+    def plan(
+        self, page_table: Tensor, query_lengths: Ints32, kv_lengths: Ints32, host_pages: Ints32 | None = None
+    ) -> None:
         """Plan R >= 1 rows, as ``PrefillRows.plan``: page_table [R, P] on the device, lengths [R] on the host."""
         layers, total = self._layers, int(kv_lengths.sum())
         self._slots = None
@@ -285,8 +292,8 @@ class ConvertedRows:
 def plan_packed(
     layers: FlashInferLayers,
     wrapper: BatchPrefillWithRaggedKVCacheWrapper,
-    query_lengths: Ints,
-    kv_lengths: Ints,
+    query_lengths: Ints32,
+    kv_lengths: Ints32,
     *,
     is_causal: bool = True,
 ) -> None:
@@ -307,8 +314,8 @@ def plan_packed(
 def plan_paged(
     layers: FlashInferLayers,
     wrapper: BatchPrefillWithPagedKVCacheWrapper,
-    query_lengths: Ints,
-    kv_lengths: Ints,
+    query_lengths: Ints32,
+    kv_lengths: Ints32,
     columns: tuple[Tensor, Tensor],
     page_ids: Tensor,
     *,
@@ -358,7 +365,7 @@ class FixedFlashInferCascade(FixedDecodeRows):
         plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=layers.device)
         self._wrapper.reset_workspace_buffer(layers.workspace, plan)
 
-    def plan_capture(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints32) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions. All rows share page 0."""
         super().plan_capture(kv_lengths)
         one = np.ones(1, dtype=np.int32)

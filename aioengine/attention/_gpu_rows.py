@@ -20,11 +20,11 @@ from aioengine.attention._base import (
     AttentionShape,
     DecodeBuffers,
     ForwardBatch,
-    Ints,
     keys_and_values,
     split_heads,
 )
 from aioengine.attention._gpu_splits import COLUMNS, max_splits, plan_splits
+from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.attention import PagedRows
@@ -84,22 +84,22 @@ def attention_layers(shape: AttentionShape, kv_pool: Tensor) -> AttentionLayers:
     return AttentionLayers(shape, keys_and_values(kv_pool, shape), rules)
 
 
-def pinned(column: Ints) -> Tensor:
+def pinned(column: Ints32) -> Tensor:
     """Copy the column [X] to pinned memory. A copy to the device from other memory would block the host."""
     return torch.from_numpy(column).pin_memory()
 
 
-def uploaded(column: Ints, device: torch.device) -> Tensor:
+def uploaded(column: Ints32, device: torch.device) -> Tensor:
     """Copy the column [X] to the device without blocking the host."""
     return pinned(column).to(device, non_blocking=True)
 
 
-def starts_of(lengths: Ints) -> Tensor:
+def starts_of(lengths: Ints32) -> Tensor:
     """Return the start of each of R rows and the end of the last one: [R + 1] int32 on the host."""
     return pinned(np.concatenate(([0], lengths)).cumsum(dtype=np.int32))
 
 
-def tiles_of(query_lengths: Ints, size: int) -> Ints:
+def tiles_of(query_lengths: Ints32, size: int) -> Ints32:
     """Return [X, 2]: (row, first token within the row) of each tile of up to ``size`` tokens."""
     counts = -(-query_lengths // size)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -107,19 +107,21 @@ def tiles_of(query_lengths: Ints, size: int) -> Ints:
     return np.stack((rows, (np.arange(len(rows)) - first) * size), axis=1).astype(np.int32)
 
 
-def page_columns(kv_lengths: Ints, page_size: int) -> tuple[Tensor, Tensor]:
+def page_columns(kv_lengths: Ints32, page_size: int) -> tuple[Tensor, Tensor]:
     """Return the start of each row's pages [R + 1], and the number of positions on its last page [R]; int32 on host."""
     num_pages = -(-kv_lengths // page_size)
     return starts_of(num_pages), pinned(kv_lengths - (num_pages - 1) * page_size)
 
 
-def num_decode_rows(query_lengths: Ints) -> int:
+def num_decode_rows(query_lengths: Ints32) -> int:
     """Return the number of rows of one token before the first longer row, for lengths [R]."""
     longer = np.flatnonzero(query_lengths > 1)
     return int(longer[0]) if longer.size else len(query_lengths)
 
 
-def paged_rows(batch: ForwardBatch, query_lengths: Ints, kv_lengths: Ints, page_size: int) -> tuple[PagedRows, Tensor]:
+def paged_rows(
+    batch: ForwardBatch, query_lengths: Ints32, kv_lengths: Ints32, page_size: int
+) -> tuple[PagedRows, Tensor]:
     """Return the rows of a step with lengths [R], and the start of each row's pages [R + 1] on the host."""
     page_starts, last_lengths = page_columns(kv_lengths, page_size)
     on_device, page_ids = flat_pages(batch.page_table, page_starts)
@@ -154,7 +156,7 @@ def run_once(
     attention.attend(*split_heads(heads, shape), 0)
 
 
-def decode_rows(shape: AttentionShape, kv_lengths: Ints, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
+def decode_rows(shape: AttentionShape, kv_lengths: Ints32, page_starts: Tensor, page_ids: Tensor) -> DecodeRows:
     """Prepare R rows of a step: kv_lengths [R] on the host, page_starts [R + 1] and page_ids on the device."""
     num_rows, device = len(kv_lengths), page_ids.device
     splits = plan_splits(kv_lengths, max_splits(num_rows, shape.num_kv_heads), shape.common_window)
@@ -190,14 +192,14 @@ class PagedAttention:
         assert self._prepared is not None, "prepare was not called"
         return self._prepared
 
-    def plan_capture(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints32) -> None:
         """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
         rows, (starts, last_lengths) = self._step.rows, page_columns(kv_lengths, self._layers.page_size)
         rows.page_starts.copy_(starts)
         rows.last_lengths.copy_(last_lengths)
         rows.page_ids[: int(starts[-1])].zero_()
 
-    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
+    def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
     def target(self, layer: int) -> KVTarget:
@@ -240,19 +242,18 @@ class FixedDecodeRows:
         self._copied = [torch.cuda.Event() for _ in self._pinned_splits]
         self._number = 0
 
-    def plan_capture(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints32) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
         starts, last_lengths = page_columns(kv_lengths, self._layers.page_size)
         self._rows.page_starts.copy_(starts)
         self._rows.page_ids[: int(starts[-1])].zero_()
-        self.plan(starts, last_lengths)
+        self.plan(starts.numpy(), last_lengths.numpy())
 
-    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
-        """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R], int32."""
-        page_starts, last_numbers = starts.numpy(), last_lengths.numpy()
+    def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
+        """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
         if tables is not None:
-            page_starts, last_numbers = page_starts[: len(tables)], last_numbers[tables[1:] - 1]
-        lengths = (page_starts[1:] - page_starts[:-1] - 1) * self._layers.page_size + last_numbers
+            starts, last_lengths = starts[: len(tables)], last_lengths[tables[1:] - 1]
+        lengths = (starts[1:] - starts[:-1] - 1) * self._layers.page_size + last_lengths
         shape = self._layers.shape
         num_used = max_splits(len(lengths), shape.num_kv_heads)  # more splits would only be merged
         splits = plan_splits(lengths, num_used, shape.common_window)
@@ -261,7 +262,7 @@ class FixedDecodeRows:
         copied.synchronize()  # do not overwrite an earlier plan while it is being copied
         plan, rows = pinned_plan.numpy(), splits[0]
         plan[:COLUMNS, :num_used], plan[:COLUMNS, num_used:] = splits, -1
-        if tables is not None:
+        if tables is not None:  # the first row and the number of rows of each page table
             plan[COLUMNS:, :num_used] = tables[rows], np.diff(tables)[rows]
         elif self.most_tokens > 1:
             plan[COLUMNS], plan[COLUMNS + 1] = rows, 1

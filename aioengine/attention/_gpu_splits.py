@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aioengine.attention._base import Ints
+from aioengine.kernels.arrays import Ints32
 
 ENOUGH_PROGRAMS = 512
 """Number of programs that keeps a GPU busy. A program computes a split for one kv head."""
@@ -21,7 +21,7 @@ def max_splits(num_rows: int, num_kv_heads: int) -> int:
     return -(-(num_rows + num_more) // 16) * 16
 
 
-def plan_splits(lengths: Ints, num_entries: int, window: int | None = None) -> Ints:
+def plan_splits(lengths: Ints32, num_entries: int, window: int | None = None) -> Ints32:
     """Divide rows of ``lengths`` [R] positions into splits; with a ``window``, only the last positions of each row.
 
     Returns:

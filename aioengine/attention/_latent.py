@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch, Ints
+from aioengine.attention._base import AttentionShape, DecodeBuffers, ForwardBatch
 from aioengine.attention._gpu_rows import (
     PagedAttention,
     PagedStep,
@@ -28,6 +28,7 @@ from aioengine.attention._gpu_rows import (
     uploaded,
 )
 from aioengine.kernels import head_linear
+from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.triton import attention, expanded_attention, latent_decode
 from aioengine.kernels.triton.attention import PagedRows
 from aioengine.kernels.triton.expanded_attention import ExpandedKV, ExpandedTiles
@@ -62,7 +63,7 @@ def plan_parts(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
     return Parts(few, most)
 
 
-def first_expanded(query_lengths: Ints, kv_lengths: Ints, page_size: int, most: int) -> int:
+def first_expanded(query_lengths: Ints32, kv_lengths: Ints32, page_size: int, most: int) -> int:
     """Return the first expanded row. All rows after it are expanded too, because each form computes adjacent tokens.
 
     query_lengths, kv_lengths: [R]. most: maximum number of expanded positions, in whole pages.

@@ -18,9 +18,9 @@ from aioengine.attention._base import (
     DecodeBuffers,
     FixedDecode,
     ForwardBatch,
-    Ints,
     StepAttention,
 )
+from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.kv_target import KVTarget, WriteKV
 
 Attention = TypeVar("Attention", bound=StepAttention)
@@ -90,12 +90,12 @@ class MixedDecode(_ByLayer[FixedDecode]):
 
     most_tokens = 1
 
-    def plan_capture(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints32) -> None:
         """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
         for backend in self.backends:
             backend.plan_capture(kv_lengths)
 
-    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
+    def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
         for backend in self.backends:
             backend.plan(starts, last_lengths)

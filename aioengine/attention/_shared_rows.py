@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aioengine.attention._base import Ints
+from aioengine.kernels.arrays import Ints32
 
 MIN_ROWS = 4
 MIN_PAIRS = 1 << 20
@@ -24,13 +24,13 @@ class SharedRows(NamedTuple):
     num_pages: int
 
 
-def num_common(pages_RP: Ints) -> int:
+def num_common(pages_RP: Ints32) -> int:
     """Return the number of leading columns of [R, P] in which all rows are equal."""
     differs_P = (pages_RP != pages_RP[0]).any(0)
     return int(differs_P.argmax()) if differs_P.any() else pages_RP.shape[1]
 
 
-def find_shared(pages_RP: Ints, query_lengths: Ints, kv_lengths: Ints, page_size: int) -> SharedRows | None:
+def find_shared(pages_RP: Ints32, query_lengths: Ints32, kv_lengths: Ints32, page_size: int) -> SharedRows | None:
     """Return the rows with the largest shared prefix, for page tables [R, P] and lengths [R]; None: too little."""
     if len(pages_RP) < MIN_ROWS:
         return None

@@ -1,14 +1,10 @@
 """Attention of a CPU in chunks, batch-invariant.
 
 As in ``attention/torch.py``, the result of a token has the same bits alone, in any batch, in a decode step and in any
-prefill chunk. Keys are processed in chunks of ``CHUNK`` positions aligned from position 0. A kernel returns the output
-of a chunk and the logarithm of its sum of exponentials. The chunks of a token are merged in an order that chunks
-without weight do not change. ``find_limits`` tries which numbers of query rows and positions give the bits of a full
-chunk; if there are none, ``attention/torch.py`` is used instead.
-
-There are two kernels. ``_attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN. The
-latter is twice as fast where MKL does not use AVX-512. It gives the same bits if both split sums in the same way. If
-they do not, or if the CPU has a matrix unit for bf16, ``_attend`` calls torch's fused kernel.
+prefill chunk. Keys are processed in chunks of ``CHUNK`` positions aligned from position 0. A kernel computes a chunk
+(``_cpu_kernels``). The chunks of a token are merged in an order that chunks without weight do not change.
+``find_limits`` tries which numbers of query rows and positions give the bits of a full chunk; if there are none,
+``attention/torch.py`` is used instead.
 
 T packed tokens, R rows, H query heads, K kv heads, G query heads per kv head, E head size, U units, C positions of a
 chunk, N pages of the pool, S page size, P pages of a chunk, M padded query rows per kv head, X chunks of the longest
@@ -17,9 +13,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-from itertools import product
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,44 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch
-from aioengine.attention._cpu import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
-from aioengine.kernels import linear
+from aioengine.attention._cpu_kernels import Sums, attend_by_products, limits_of, merge
+from aioengine.attention._cpu_units import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
 
-SMALL_SIZE = 512
-"""Models with fewer outputs of all query heads are small."""
 UNIT_BYTES = 4 << 20
 """Size of keys and values per call; they fit the caches."""
 SHARED_ROWS = 256
-"""Multiples of this number of query rows that share a chunk are full blocks, see ``_attend_by_products``."""
-TRIED_ROWS = (4, 8, 16)
-TRIED_TIMES = (1, 2, 3, 5, 9, 12)
-TRIED_WIDTHS = tuple(range(32, CHUNK, 32))
-MOST_ROWS = 200
-"""Above 192 rows, the kernel uses another block size than below."""
-PIECE = 192
-"""MKL computes the sums of longer rows in pieces of this length."""
-TRIED_OFFSETS = (0, 16, 37)
-"""Indices of a row among many: without AVX-512, results depend on the index."""
-TRIED_SCALE = 0.05
-LARGE = 64
-
-Sums = tuple["Tensor", "Tensor"]
-"""The result of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
-
-
-class FusedLimits(NamedTuple):
-    """How the kernel may be called.
-
-    Attributes:
-        rows: the number of query rows must be a multiple of this.
-        widths: allowed numbers of positions of a chunk.
-        attend: the kernel.
-    """
-
-    rows: int
-    widths: tuple[int, ...]
-    attend: Callable[..., Sums]
+"""Multiples of this number of query rows that share a chunk are full blocks, see ``attend_by_products``."""
 
 
 def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
@@ -73,196 +37,36 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
         return False
     if device.type != "cpu" or not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False
-    return _limits(shape, dtype) is not None
+    return limits_of(shape, dtype) is not None
 
 
-def _limits(shape: AttentionShape, dtype: torch.dtype) -> FusedLimits | None:
-    """Return the limits of the kernel for this shape, or None."""
-    is_small = shape.num_heads * shape.head_size < SMALL_SIZE
-    return find_limits(shape.head_size, dtype, torch.get_num_threads(), is_small=is_small)
-
-
-@lru_cache(maxsize=64)
-def find_limits(head_size: int, dtype: torch.dtype, num_threads: int, *, is_small: bool = False) -> FusedLimits | None:
-    """Return the limits with which a kernel is batch-invariant in trials, or None.
-
-    Args:
-        num_threads: only part of the cache key, because the trials depend on it.
-        is_small: a decode step takes about as long as its calls of operators, so the kernel with fewer calls is used.
-    """
-    kernels = (_attend_by_products, _attend) if not is_small and _has_fast_products(dtype) else (_attend,)
-    for kernel, rows in product(kernels, TRIED_ROWS):
-        matches = partial(_matches, kernel, rows, head_size=head_size, dtype=dtype)
-        if matches(CHUNK):
-            return FusedLimits(rows, (*(width for width in TRIED_WIDTHS if matches(width)), CHUNK), kernel)
-    return None
-
-
-def _has_fast_products(dtype: torch.dtype) -> bool:
-    """Return whether products in fp32 are as fast as torch's fused kernel. It uses the matrix unit for bf16, and with
-    AVX2 it takes half the time in fp32.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.float32:
-        return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return not linear.has_matrix_unit()
-
-
-def _matches(kernel: Callable[..., Sums], rows: int, width: int, *, head_size: int, dtype: torch.dtype) -> bool:
-    """Return whether multiples of ``rows`` queries over ``width`` positions give the bits of many over a full chunk.
-
-    The values of the second half of the positions cancel the values of the first half. Only the rounding error remains,
-    which reveals another summation order. A row of large queries attends to one key, which reveals its score.
-    """
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(2, 2, MOST_ROWS, head_size, generator=generator).to(dtype)
-    queries[:, :, ::2] *= LARGE
-    keys, values = torch.randn(2, 2, 2, CHUNK, head_size, generator=generator).to(dtype)
-    half = width // 2
-    keys[:, :, half:width] = keys[:, :, :half]
-    values[:, :, half:width] = -values[:, :, :half]
-    hidden = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
-    needed = None if width == CHUNK else hidden  # a mask of zeros changes no bit
-    expected = kernel(queries, keys, values, hidden=needed, scale=TRIED_SCALE, is_full_block=True)
-    for times, (batch, heads), offset in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2)), TRIED_OFFSETS):
-        inside = slice(offset, offset + rows * times)
-        few = queries[:batch, :heads, inside].contiguous()
-        cut_keys, cut_values = keys[:batch, :heads, :width], values[:batch, :heads, :width]
-        result = kernel(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=TRIED_SCALE)
-        for part, full in zip(result, expected, strict=True):
-            if not torch.equal(part, full[:batch, :heads, inside]):
-                return False
-    return True
-
-
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    hidden: Tensor | None,
-    scale: float,
-    is_full_block: bool = False,
-    needs_sums: bool = True,
-) -> Sums:
-    """Attend with queries [B, H, M, E] to keys, values [B, H, C, E].
-
-    Args:
-        hidden: mask [1 or B, 1, 1 or M, C].
-        is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is not [B, ...].
-        needs_sums: otherwise the returned sums may be anything.
-    """
-    sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
-    )
-    return sums
-
-
-def _attend_by_products(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    hidden: Tensor | None,
-    scale: float,
-    is_full_block: bool = False,
-    needs_sums: bool = True,
-) -> Sums:
-    """Attend as ``_attend`` with queries [B, H, M, E], in fp32 with matrix products and torch's softmax.
-
-    oneDNN only computes full blocks, because it compiles code for each M. The rows m of ``hidden`` may also divide M.
-    """
-    shape = queries.shape[:2]
-    queries = queries.float() if scale == 1.0 else queries.float() * scale
-    keys, values = keys.float(), values.float()
-    if not is_full_block:
-        queries, keys, values = (part.flatten(0, 1) for part in (queries, keys, values))
-        scores = torch.bmm(queries, keys.transpose(1, 2)).unflatten(0, shape)
-        weights, sums = _to_weights(scores, hidden, needs_sums=needs_sums)
-        return torch.bmm(weights.flatten(0, 1), values).unflatten(0, shape), sums
-    outputs, sums = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3])
-    for index in product(range(queries.shape[0]), range(queries.shape[1])):
-        scores = _product(queries[index], keys[index])
-        weights, sums[index] = _to_weights(scores[None, None], hidden, needs_sums=needs_sums)
-        for begin in range(0, weights.shape[3], PIECE):
-            piece = slice(begin, begin + PIECE)
-            part = _product(weights[0, 0, :, piece], values[index][piece].t())
-            outputs[index] = part if begin == 0 else part.add_(outputs[index])
-    return outputs, sums
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [M, I] with a weight [O, I] by oneDNN -> [M, O]."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
-
-
-def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> Sums:
-    """Return the softmax of scores [B, H, M, C] and the logarithms of the sums of exponentials [B, H, M].
-
-    The exponential of the largest score is 1, so the largest weight is the inverse of the sum.
-    """
-    if hidden is not None and hidden.shape[2] == 1:
-        scores.add_(hidden)
-    elif hidden is not None:
-        scores.unflatten(2, (-1, hidden.shape[2])).add_(hidden.unsqueeze(2))
-    if not needs_sums:
-        return torch.softmax(scores, -1), scores.select(-1, 0)
-    largest = scores.amax(-1)
-    torch.softmax(scores, -1, out=scores)
-    return scores, largest.sub_(scores.amax(-1).log_())
-
-
-def _combine(outputs: Tensor, sums: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge outputs of chunks [X, ..., E] by the logarithms of their sums of exponentials [X, ...] -> [..., E].
-
-    outputs: fp32, overwritten. sinks: learned sinks, broadcast to the shape of sums[0]. They come first.
-    """
-    if sinks is not None:
-        sink_sums = torch.broadcast_to(sinks, sums.shape[1:]).unsqueeze(0)
-        outputs, sums = torch.cat((torch.zeros_like(outputs[:1]), outputs)), torch.cat((sink_sums, sums))
-    weights = torch.exp(sums - sums.amax(0))
-    weights = weights.div_(_sum_by_halves(weights.clone()))
-    return _sum_by_halves(outputs.mul_(weights.unsqueeze(-1)))
-
-
-def _sum_by_halves(terms: Tensor) -> Tensor:
-    """Sum [X, ...] over the first axis in place -> [...]. Trailing zeros do not change a bit of the sum."""
-    count = terms.shape[0]
-    while count > 1:
-        half = 1 << (count - 1).bit_length() - 1
-        terms[: count - half] += terms[half:count]
-        count = half
-    return terms[0]
-
-
-def _by_slot(parts: dict[int, Sums]) -> Sums:
-    """Stack the sums [...] of slots -> fp32 [X, ...]. Missing slots have no weight."""
+def _by_lane(parts: dict[int, Sums]) -> Sums:
+    """Stack the sums [...] of lanes -> fp32 [X, ...]. Missing lanes have no weight."""
     outputs, sums = next(iter(parts.values()))
     missing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
-    outputs, sums = zip(*(parts.get(slot, missing) for slot in range(max(parts) + 1)), strict=True)
+    outputs, sums = zip(*(parts.get(lane, missing) for lane in range(max(parts) + 1)), strict=True)
     wide = outputs[0].new_empty((len(outputs), *outputs[0].shape), dtype=torch.float32)
-    for slot, part in enumerate(outputs):
-        wide[slot] = part
+    for lane, part in enumerate(outputs):
+        wide[lane] = part
     return wide, torch.stack(sums)
 
 
 class _TokenBlock(NamedTuple):
-    """Tokens ``start`` to ``stop`` - 1 of the step, a part of a prefill row, and the chunks that they see."""
+    """``size`` tokens of the step, a part of a prefill row, and the chunks that they see."""
 
-    start: int
-    stop: int
+    tokens: slice
+    size: int
     chunks: list[_Chunk]
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a block sees: index among the gathered chunks of the row, slot, width C, mask or None.
+    """A chunk that a block sees: index among the gathered chunks of the row, lane, width C, mask or None.
 
-    hidden: [tokens of the block, C], repeated for each query head of a kv head if torch's kernel needs it.
+    hidden: [1, 1, tokens of the block, C], repeated for each query head of a kv head if torch's kernel needs it.
     """
 
     index: int
-    slot: int
+    lane: int
     width: int
     hidden: Tensor | None
 
@@ -296,11 +100,11 @@ class FusedAttention:
         """kv_pool: [L, 2, N, K, S, E].
 
         Raises:
-            ValueError: the kernel is not batch-invariant on this machine, or the page size does not divide ``CHUNK``.
+            ValueError: the kernel is not batch-invariant on this machine.
         """
         num_layers, _, num_pages, num_kv_heads, page_size, stored_size = kv_pool.shape
         head_size, dtype = shape.head_size, shape.dtype or kv_pool.dtype
-        limits = _limits(shape, dtype)
+        limits = limits_of(shape, dtype)
         if limits is None:
             raise ValueError(f"torch's fused attention is not batch-invariant for head size {head_size} here")
         self.page_size = page_size
@@ -309,7 +113,7 @@ class FusedAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size, self._stored_size = head_size, stored_size
         self._attend, self._scale = limits.attend, shape.scale
-        is_wide = limits.attend is _attend_by_products
+        is_wide = limits.attend is attend_by_products
         self._query_scale = torch.tensor([shape.scale]) if is_wide else None
         self._decode_scale = 1.0 if is_wide else shape.scale
         self._sinks = shape.sinks
@@ -353,12 +157,13 @@ class FusedAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """q [T, H, E], k and v [T, K, E] -> [T, H * E]."""
-        if self._decode and self._decode.tokens is None:
-            return self._attend_decode(self._decode, q, layer)
+        decode = self._decode
+        if decode and decode.tokens is None:
+            return self._attend_decode(decode, q, layer)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
-        if self._decode and self._decode.tokens is not None:
-            attended = self._attend_decode(self._decode, q.index_select(0, self._decode.tokens), layer)
-            out.index_copy_(0, self._decode.tokens, attended)
+        if decode and decode.tokens is not None:
+            attended = self._attend_decode(decode, q.index_select(0, decode.tokens), layer)
+            out.index_copy_(0, decode.tokens, attended)
         for row in self._prefill:
             self._attend_prefill(row, q, layer, out)
         return out
@@ -395,27 +200,27 @@ class FusedAttention:
         elif self._padding:
             self._own_queries.copy_(queries)
             queries = self._queries
-        if decode.num_slots == 1 and not self._sinks:
+        if decode.num_lanes == 1 and not self._sinks:
             outputs = [self._attend_units(queries, call, layer)[0] for call in self._calls]
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
             sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding)) if self._sinks else None
-            merged = _combine(*self._decode_sums(decode, queries, layer), sinks)
+            merged = merge(*self._decode_sums(decode, queries, layer), sinks)
         if self._padding:
             merged = merged[:, :, : self._group]
         merged = merged.reshape(decode.num_rows, -1)
         return merged if merged.dtype == q.dtype else merged.to(q.dtype)
 
     def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
-        """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in slots that a row does not use."""
-        num_targets = decode.num_slots * decode.num_rows
+        """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in lanes that a row does not use."""
+        num_targets = decode.num_lanes * decode.num_rows
         outputs = queries.new_zeros(num_targets, *queries.shape[1:], dtype=torch.float32)
         sums = queries.new_full((num_targets, *queries.shape[1:3]), MASKED, dtype=torch.float32)
         for call in self._calls:
             unit_outputs, unit_sums = self._attend_units(queries, call, layer)
             outputs.index_copy_(0, call.units.targets, unit_outputs.float())
             sums.index_copy_(0, call.units.targets, unit_sums)
-        shape = (decode.num_slots, decode.num_rows)
+        shape = (decode.num_lanes, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
     def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> Sums:
@@ -426,7 +231,7 @@ class FusedAttention:
         chosen = queries if units.rows is None else queries.index_select(0, units.rows)
         if units.hidden is not None:
             assert self._decode is not None
-            needs_sums = self._decode.num_slots > 1 or bool(self._sinks)
+            needs_sums = self._decode.num_lanes > 1 or bool(self._sinks)
             return self._attend(
                 chosen, keys, values, hidden=units.hidden, scale=self._decode_scale, needs_sums=needs_sums
             )
@@ -446,9 +251,9 @@ class FusedAttention:
         blocks = []
         for offset in range(0, count, BLOCK_TOKENS):
             size = min(BLOCK_TOKENS, count - offset)
-            position = first + offset
-            last = position + torch.arange(size + -size % self._limits.rows)
-            blocks.append(_TokenBlock(start + offset, start + offset + size, self._chunks(last, size, first_chunk)))
+            last = first + offset + torch.arange(size + -size % self._limits.rows)
+            tokens = slice(start + offset, start + offset + size)
+            blocks.append(_TokenBlock(tokens, size, self._chunks(last, size, first_chunk)))
         return _PrefillRow(pages=self._paging.pairs(table[0, first_chunk:]), blocks=blocks)
 
     def _chunks(self, last: Tensor, size: int, first_chunk: int) -> list[_Chunk]:
@@ -469,9 +274,10 @@ class FusedAttention:
                 if paging.window is not None:
                     is_hidden |= columns <= last.unsqueeze(1) - paging.window
                 hidden = is_hidden * MASKED
-                if self._attend is _attend:
+                if self._attend is not attend_by_products:
                     hidden = hidden.to(self._dtype).repeat(self._group, 1)
-            chunks.append(_Chunk(chunk - first_chunk, paging.slot(chunk), width, hidden))
+                hidden = hidden[None, None]
+            chunks.append(_Chunk(chunk - first_chunk, paging.lane(chunk), width, hidden))
         return chunks
 
     def _grouped_sinks(self, layer: int) -> Tensor:
@@ -484,32 +290,29 @@ class FusedAttention:
         gathered = self._pages[layer].index_select(0, row.pages).view(2, -1, kv_heads, CHUNK, self._stored_size)
         keys, values = from_stored(gathered, self._dtype).unbind(0)  # [chunks, K, C, E]
         for block in row.blocks:
-            size = block.stop - block.start
-            queries = q[block.start : block.stop].view(size, kv_heads, group, head_size).permute(1, 2, 0, 3)
-            if padding := -size % self._limits.rows:
+            shape = block.size, kv_heads, group, head_size
+            queries = q[block.tokens].view(shape).permute(1, 2, 0, 3)
+            if padding := -block.size % self._limits.rows:
                 queries = functional.pad(queries, (0, 0, 0, padding))
             joined, num_rows = queries.reshape(1, kv_heads, -1, head_size), queries.shape[2]
             parts: dict[int, Sums] = {}
             for chunk in block.chunks:
                 kv = (part[chunk.index, None, :, : chunk.width] for part in (keys, values))
-                mask = None if chunk.hidden is None else chunk.hidden[None, None]
                 outputs, sums = self._attend(
                     joined,
                     *kv,
-                    hidden=mask,
+                    hidden=chunk.hidden,
                     scale=self._scale,
                     is_full_block=num_rows == BLOCK_TOKENS,
                     needs_sums=len(block.chunks) > 1 or bool(self._sinks),
                 )
-                shape = (group, num_rows)
-                parts[chunk.slot] = outputs[0].unflatten(1, shape), sums[0].unflatten(1, shape)
+                parts[chunk.lane] = outputs[0].unflatten(1, (group, num_rows)), sums[0].unflatten(1, (group, num_rows))
             if len(parts) == 1 and not self._sinks:
                 [(merged, _)] = parts.values()
             else:
                 sinks = self._grouped_sinks(layer).unsqueeze(-1) if self._sinks else None
-                merged = _combine(*_by_slot(parts), sinks)
-            target = out[block.start : block.stop].view(size, kv_heads, group, head_size)
-            target.copy_(merged[:, :, :size].permute(2, 0, 1, 3))
+                merged = merge(*_by_lane(parts), sinks)
+            out[block.tokens].view(shape).copy_(merged[:, :, : block.size].permute(2, 0, 1, 3))
 
 
 PLUGIN = FusedAttention

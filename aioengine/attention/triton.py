@@ -72,7 +72,7 @@ def num_pairs(layers: AttentionLayers, num_rows: int) -> int:
     return num_rows * -(-num_heads // head_group(num_heads, layers.pool[0]).heads)
 
 
-def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int:
+def choose_num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int:
     """Return the number of programs for the splits of a decode row and kv head; 1: use ``attend``."""
     shape, pairs = layers.shape, num_pairs(layers, num_rows)
     num_bytes = 4 * num_rows * max_splits * shape.num_heads * (shape.output_size + 2)
@@ -81,7 +81,7 @@ def num_programs(layers: AttentionLayers, num_rows: int, max_splits: int) -> int
     return 1 if num_bytes > MAX_SPLITS_BYTES else max(min(max_splits, wanted), 2)  # 2: ``warm_up`` compiles this
 
 
-def most_alone(layers: AttentionLayers, num_rows: int) -> int:
+def choose_most_alone(layers: AttentionLayers, num_rows: int) -> int:
     """Return ``most_alone`` of ``attend_splits``."""
     is_alone = layers.shape.value_size is None and num_pairs(layers, num_rows) >= ENOUGH_PROGRAMS
     return MOST_ALONE if is_alone else 0
@@ -102,7 +102,7 @@ class _TritonStep(PagedStep):
         num_long: number of tiles that may have more positions than ``MOST_POSITIONS``.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
-        num_programs: see ``num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
+        num_programs: see ``choose_num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
     """
 
     tiles: Tensor
@@ -177,9 +177,9 @@ def _step_of(
     """Return a step with KV slots [T] and tiles [X, 2]. longest: positions of the longest row."""
     num_rows, max_splits = len(rows.query_starts) - 1, max_splits_of(layers, longest)
     num_done = torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
-    programs = num_programs(layers, num_rows, max_splits) if is_decode else 1
-    alone = most_alone(layers, num_rows)
-    return _TritonStep(layers, slots, rows, tiles, num_long, num_done, max_splits, programs, alone)
+    num_programs = choose_num_programs(layers, num_rows, max_splits) if is_decode else 1
+    most_alone = choose_most_alone(layers, num_rows)
+    return _TritonStep(layers, slots, rows, tiles, num_long, num_done, max_splits, num_programs, most_alone)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:

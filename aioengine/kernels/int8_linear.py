@@ -175,7 +175,7 @@ def _unpacked(weight: Tensor, scales: Tensor) -> Matmul:
         num_rows = x.shape[0]
         if num_rows <= transposed_rows:
             columns = torch._int_mm(weight, x.t())  # pyright: ignore[reportPrivateImportUsage]
-            return linear.transpose_back(columns) * scales
+            return linear.transpose_back(columns.t()) * scales
         if is_on_gpu and num_rows < MIN_ROWS_ON_GPU:
             x = functional.pad(x, (0, 0, 0, MIN_ROWS_ON_GPU - num_rows))
         return torch._int_mm(x, transposed)[:num_rows] * scales  # pyright: ignore[reportPrivateImportUsage]

@@ -78,11 +78,14 @@ def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = Fals
         counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
         return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
     packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
-    if packing.dtype == weight.dtype:
-        return in_pieces(_on_cpu(weight, bias), packing.counts)
-    wide_bias = None if bias is None else bias.to(packing.dtype)
-    wide = in_pieces(_on_cpu(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
-    return lambda x: wide(x.to(packing.dtype, memory_format=torch.contiguous_format)).to(x.dtype)
+    if packing.dtype != weight.dtype:
+        wide_bias = None if bias is None else bias.to(packing.dtype)
+        wide = in_pieces(_packed(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
+        return lambda x: wide(x.to(packing.dtype, memory_format=torch.contiguous_format)).to(x.dtype)
+    if not transposes(weight.dtype):
+        return in_pieces(_packed(weight, bias), packing.counts)
+    matmul = in_pieces(_transposed(weight, bias), packing.counts)
+    return lambda x: transpose_back(matmul(x))
 
 
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
@@ -173,7 +176,7 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     step = TILE_ROWS if transposes(dtype) else 1
     counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
-    matmul = _on_cpu(trial.weight, trial.bias if has_bias else None)
+    matmul = (_transposed if transposes(dtype) else _packed)(trial.weight, trial.bias if has_bias else None)
 
     def of_columns(x: Tensor) -> Tensor:
         """Multiply x [T, I] in the layout of a part of the results of ``prepare_gated``."""
@@ -315,14 +318,6 @@ def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
     return lambda x: functional.linear(x, weight, bias)
 
 
-def _on_cpu(weight: Tensor, bias: Tensor | None) -> Matmul:
-    """Return the matmul on a CPU for weight [O, I], packed or plain, and bias [O]. Its bits may depend on the rows."""
-    if not transposes(weight.dtype):
-        return _packed(weight, bias)
-    matmul = _transposed(weight, bias)
-    return lambda x: transpose_back(matmul(x).t())
-
-
 def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return the matmul that computes weight [O, I] times x.t(), plus bias [O]. Its results have strides (1, T)."""
     column = None if bias is None else bias.unsqueeze(1)
@@ -330,7 +325,8 @@ def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         if x.shape[0] == 1:  # a vector: one row as a matrix would use another kernel
-            return (torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])).unsqueeze(0)
+            vector = x.view(-1)
+            return (torch.mv(weight, vector) if bias is None else torch.addmv(bias, weight, vector)).view(1, -1)
         return (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
 
     return matmul
@@ -340,11 +336,14 @@ TRANSPOSED_OUTPUTS = 64
 """Outputs that are transposed back at a time. torch alone transposes a large matrix at a third of this speed."""
 
 
-def transpose_back(columns: Tensor) -> Tensor:
-    """[O, T] -> [T, O], contiguous."""
-    num_outputs, num_rows = columns.shape
-    if num_outputs % TRANSPOSED_OUTPUTS or num_rows == 1 or not columns.is_contiguous():
-        return columns.t().contiguous()
+def transpose_back(rows: Tensor) -> Tensor:
+    """Return rows [T, O], whose strides may be (1, T), in the usual layout."""
+    if rows.is_contiguous():
+        return rows
+    num_rows, num_outputs = rows.shape
+    columns = rows.t()
+    if num_outputs % TRANSPOSED_OUTPUTS or not columns.is_contiguous():
+        return rows.contiguous()
     blocks = columns.view(-1, TRANSPOSED_OUTPUTS, num_rows).transpose(1, 2).contiguous()
     return blocks.transpose(0, 1).reshape(num_rows, num_outputs)
 

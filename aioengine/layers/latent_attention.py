@@ -19,7 +19,6 @@ from aioengine.families._block_config import AttentionConfig, LatentConfig
 from aioengine.families._config import DecoderConfig
 from aioengine.families._tensors import mixer_linears
 from aioengine.kernels import head_linear
-from aioengine.kernels.head_linear import HeadMatmul
 from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.latent_heads import latent_heads, rotated_queries
@@ -64,8 +63,6 @@ class LatentAttention(Mixer):
         self._expansion = placement.empty(*sizes) if expansion is None else expansion
         self._placement = placement
         self._stored: Linear | None = None  # the matrix as the checkpoint stores it, if it is quantized
-        self._to_latent: HeadMatmul | None = None
-        self._from_latent: HeadMatmul | None = None
         self._output = Linear.of([output], placement)
         self.parts = (
             ("", self._input),
@@ -98,7 +95,6 @@ class LatentAttention(Mixer):
 
     def mix(self, projected: Tensor, step: BlockStep, layer: int) -> tuple[Tensor]:
         """projected [T, Q] -> attention output [T, H * V], or [T, H * O] if the backend chooses the form."""
-        assert self._to_latent is not None, "finish_loading was not called"
         tables, attention = step.tables[self._rope], step.attention
         q, latents = projected.tensor_split((self._first_size,), dim=1)
         if self._query is not None and self._query_norm is not None:
@@ -124,7 +120,6 @@ class LatentAttention(Mixer):
         """Mixed [S, H * V] or [S, H * O] -> [S, H * O]."""
         if self._has_forms:
             return mixed
-        assert self._from_latent is not None, "finish_loading was not called"
         values = mixed.new_empty(len(mixed), self._num_heads, self._sizes.value_size)
         self._from_latent(mixed.unflatten(1, (self._num_heads, -1)), values)
         return values.flatten(1)

@@ -244,15 +244,6 @@ class AdapterSlots:
             del self._by_key[key]
             slot.assign(None)
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless the slots and their indexes agree."""
-        users = {uid: slot.key for slot in self._slots for uid in (*slot.running, *slot.released)}
-        by_key = {slot.key: slot for slot in self._slots if slot.key is not None}
-        if users != self._keys or by_key != self._by_key:
-            raise RuntimeError(f"users {users} and slots {list(by_key)} do not match their indexes")
-        if any(slot.running and not slot.is_ready for slot in self._slots):
-            raise RuntimeError("a slot that is not ready has running requests")
-
     # ------------------------------------------------------------ private
 
     def _takes(self, slot: _Slot, num_served: int, waiter: Waiter) -> bool:

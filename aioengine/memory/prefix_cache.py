@@ -18,7 +18,6 @@ If layers have recurrent states, a prefix can be reused only up to a snapshot of
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -69,12 +68,6 @@ class Allocation(Struct, eq=False):
     next_insert_at: int = NEVER
     unsent: list[int] = []
     snapshots: RequestSnapshots | None = None
-
-    @property
-    def num_owned(self) -> int:
-        """Pages that belong to this request only and are in no node of the tree."""
-        cached = sum(node.page == page for node, page in zip(self.path, self.pages, strict=False))
-        return len(self.pages) - cached
 
 
 class PrefixCache:
@@ -274,22 +267,6 @@ class PrefixCache:
         """Free all cached pages that no request uses. Return whether the cache is empty."""
         self.evict(self.num_pages)
         return self.num_cached == 0
-
-    def check_integrity(self, allocations: Iterable[Allocation]) -> None:
-        """Raise RuntimeError unless free, cached and owned pages, and ids of snapshots, add up.
-
-        allocations: of all running requests.
-        """
-        allocations = list(allocations)
-        num_owned = sum(allocation.num_owned for allocation in allocations)
-        total = len(self._free) + self.num_cached + num_owned
-        if total != self.num_pages:
-            counts = f"{len(self._free)} free, {self.num_cached} cached and {num_owned} owned pages"
-            raise RuntimeError(f"{counts} are {total}, not {self.num_pages}")
-        if self.snapshots is not None:
-            self.snapshots.check_integrity(
-                allocation.snapshots for allocation in allocations if allocation.snapshots is not None
-            )
 
     # ------------------------------------------------------------ private
 

@@ -19,7 +19,6 @@ its snapshot in its first step, and a later snapshot with the same id is written
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -193,18 +192,6 @@ class Snapshots:
         snapshot_id = self._ids.pop(node, NO_SNAPSHOT)
         if snapshot_id != NO_SNAPSHOT:
             self._free.append(snapshot_id)
-
-    def check_integrity(self, running: Iterable[RequestSnapshots]) -> None:
-        """Raise RuntimeError unless every snapshot is exactly once free, kept or in flight. running: all requests."""
-        requests = list(running)
-        ids = [*self._free, *self._ids.values(), *(copy.snapshot_id for request in requests for copy in request.copies)]
-        if sorted(ids) != list(range(self.num_snapshots)):
-            raise RuntimeError(f"the snapshot ids {sorted(ids)} are not 0 ... {self.num_snapshots - 1}")
-        if any(node.parent is None or node.is_pending for node in self._ids):
-            raise RuntimeError("a snapshot belongs to a node that is not in the tree or not computed")
-        produced = {id(boundary.node) for request in requests for boundary in request.produces}
-        if produced != {id(node) for node in self._producers}:
-            raise RuntimeError(f"{len(self._producers)} nodes have a producer, but requests produce {len(produced)}")
 
     # ------------------------------------------------------------ private
 

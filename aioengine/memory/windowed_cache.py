@@ -39,10 +39,6 @@ class WindowedAllocation(Allocation, eq=False):
     nodes: list[Node | None] = field(default_factory=list[Node | None])
     firsts: list[int] = field(default_factory=list[int])
 
-    @property
-    def num_owned(self) -> int:
-        return sum(node is None and page != RELEASED for node, page in zip(self.nodes, self.pages, strict=True))
-
 
 class _PageTree(RadixTree):
     """A tree with nodes for token ids (a lock only keeps them in the tree) and, below them, nodes for pages."""

@@ -144,8 +144,8 @@ def _add_item(messages: list[dict[str, Any]], name: str, item: dict[str, Any]) -
                 messages.append({"role": role, "content": _content(name, content)})
         case _:
             raise CallError(
-                f"{name} is {str(item)[:200]}; there are messages (role, content), function_call, function_call_output "
-                "and reasoning"
+                f"{name} is {str(item)[:200]}; allowed: messages (role, content), function_call, function_call_output, "
+                "reasoning"
             )
 
 
@@ -164,9 +164,7 @@ def _content(name: str, content: Any) -> Any:
             case {"type": "refusal"}:
                 parts.append(part)
             case _:
-                raise CallError(
-                    f"{name} has the part {str(part)[:200]}; there are input_text, output_text and input_image"
-                )
+                raise CallError(f"{name} has the part {str(part)[:200]}; allowed: input_text, output_text, input_image")
     return parts
 
 

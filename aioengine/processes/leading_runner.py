@@ -44,7 +44,7 @@ class LeadingRunner(Generic[Ticket]):
         Raises ValueError if the runner cannot send its plans to other ranks.
         """
         if runner.use_ranks is None:
-            raise ValueError("the runner of this engine cannot be divided among ranks; tp_size=1 works")
+            raise ValueError("the runner of this engine cannot be divided among ranks; allowed: tp_size=1")
         self._runner = runner
         self._send = send
         self._num_in_flight = self._num_collected = 0

@@ -90,7 +90,7 @@ class SchedulerService:
     """Connects ``SchedulerCore`` to messages, without I/O.
 
     Attributes:
-        facts: facts for ``Ready``. adapters: the adapters of the runner; None if the runner applies no adapters.
+        facts: facts for ``Ready``.
     """
 
     def __init__(
@@ -103,9 +103,11 @@ class SchedulerService:
         facts: dict[str, Fact],
         report: Callable[[Progress], None],
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """report: called before each control call, because the call may take long and nothing is sent meanwhile.
         grammars: compiles the runner's constraints; None if the runner applies no grammars.
+        adapters: the adapters of the runner; None if the runner applies no adapters.
         """
         self._core = core
         self._runner = runner
@@ -114,7 +116,7 @@ class SchedulerService:
         self.facts = facts
         self._report = report
         self._grammars = grammars
-        self.adapters: Adapters | None = None
+        self._adapters = adapters
         if grammars is not None:
             grammars.needed = self._needed_grammars
         self._compiling: dict[int, Future[Any]] = {}  # uid -> grammar of a request that waits for it
@@ -156,8 +158,8 @@ class SchedulerService:
                 case NewEpoch():
                     self._compiling.clear()
                     self._checks.clear()
-                    if self.adapters is not None:
-                        self.adapters.forget_loads()
+                    if self._adapters is not None:
+                        self._adapters.forget_loads()
                     self._core.forget_all()
 
     def step(self, now: float) -> Outbox:
@@ -175,10 +177,10 @@ class SchedulerService:
             if not self._core.has_work:
                 wait(self._checks, _WAIT_S)
             self._answer_checks(now)
-        if self.adapters is not None and self.adapters.is_busy:
+        if self._adapters is not None and self._adapters.is_busy:
             if not self._core.has_work:
-                self.adapters.wait(_WAIT_S)
-            self.adapters.step()
+                self._adapters.wait(_WAIT_S)
+            self._adapters.step()
         if self._failed_submits:
             to_peer.append(StepOutput(ended=self._failed_submits))
             self._failed_submits = []
@@ -203,7 +205,7 @@ class SchedulerService:
         """Return 0 if there is work or unsent results, else the seconds until the next deadline or heartbeat."""
         if self._was_busy or self._compiling or self._checks:
             return 0.0
-        if self.adapters is not None and self.adapters.is_busy:
+        if self._adapters is not None and self._adapters.is_busy:
             return 0.0
         until = self._stats_sent_at + HEARTBEAT_S
         deadline = self._core.requests.next_deadline()
@@ -298,8 +300,6 @@ class SchedulerService:
         stats = self._core.scheduler.stats(now)
         if is_busy and not self._has_replied and stats.step_ended_at == self._sent_step_ended_at:
             return None
-        if has_become_idle:
-            self._core.scheduler.check_integrity()
         self._has_replied = False
         self._stats_sent_at = now
         self._sent_step_ended_at = stats.step_ended_at
@@ -309,8 +309,8 @@ class SchedulerService:
 
     def _control(self, control: Control, now: float) -> None:
         """Answer a call to the scheduler immediately, and a call to the runner when no step is in flight."""
-        if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self.adapters is not None:
-            self.adapters.control(control, lambda reply: self._answer(reply, now))
+        if control.name in (LOAD_ADAPTER, UNLOAD_ADAPTER) and self._adapters is not None:
+            self._adapters.control(control, lambda reply: self._answer(reply, now))
         elif control.name in self._controls:
             function = self._controls[control.name]
             reply = self._reply(control, lambda _: Reply(control.call_id, *function(**control.arguments)))
@@ -391,8 +391,8 @@ class SchedulerService:
     def _server_info(self) -> tuple[bool, str, str]:
         stats = msgspec.structs.asdict(self._core.scheduler.stats(time.monotonic()))
         info = {"settings": self._settings, "facts": self.facts, "stats": stats}
-        if self.adapters is not None:
-            stats["adapters"] = self.adapters.figures
+        if self._adapters is not None:
+            stats["adapters"] = self._adapters.figures
         if self._grammars is not None:
             stats["grammars_prepared"] = self._grammars.is_prepared
         return True, "", json.dumps(msgspec.to_builtins(info))  # paths need not be UTF-8
@@ -456,10 +456,12 @@ def build_service(
         "start_imports_s": round(imports_s, 3),
         **runner.facts,
     }
-    service = SchedulerService(core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars)
+    adapters = None
     if runner.adapters is not None and lora is not None:
-        service.adapters = Adapters(runner.adapters, core.requests, Copies(lora.max_loaded, lora.max_bytes))
-    return service
+        adapters = Adapters(runner.adapters, core.requests, Copies(lora.max_loaded, lora.max_bytes))
+    return SchedulerService(
+        core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars, adapters=adapters
+    )
 
 
 def page_windows(facts: Mapping[str, Fact]) -> tuple[int | None, ...]:

@@ -82,102 +82,31 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
 def _build(settings: Settings, device: torch.device, report: Callable[[Progress], None]) -> ModelRunner:
     times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
-    dtype = DTYPES[settings.model.dtype]
-    kv_dtype = KV_DTYPES[settings.memory.kv_dtype or settings.model.dtype]
     vocab_size = sampled_vocab_size(settings)
     check_unchanged(settings.model.files)
     shard = _shard(settings, device)
     memory = DeviceMemory(device, shard.group)
-    place = "machine" if device.type == "cpu" else "GPU"
-    advice = f"End other processes on this {place}, or use a smaller model, quantization='int4' or a larger {place}"
-    if dtype == torch.float32:
-        advice += "; dtype='bfloat16' needs half"
-    config, options, widened = _options(settings, shard)
-    need = partial(_weights_bytes, settings, config, options)
-    with memory.record("the weights", advice=advice, need=need), torch.no_grad():
-        model = _model(settings, config, options)
-        memory.check_free(model, advice=advice)
-        if shard.group is not None:
-            shard.group.open_inboxes(
-                settings.scheduler.max_step_tokens,
-                model.hidden_size,
-                dtype,
-                max_sampled_rows=settings.runner.cuda_graph_max_rows,
-                num_embeddings=model.vocab_size,
-            )
-        if device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
-            _compile_sampling(model, vocab_size, settings.runner.logprobs_mode, shard.size)
-        times.end("device")
-        shape = dataclasses.replace(model.attention_shape, dtype=dtype)
-        choice = choose_attention(settings.runner, shape, dtype, device, kv_dtype=kv_dtype, report=report)
-        times.end("attention")
-        weights_bytes = _load_weights(model, settings, "loading weights", report)
-    draft: _LoadedDraft | None = None
-    if settings.runner.draft is not None and shard.rank == 0:
-        with memory.record("the weights of the draft model", advice=advice), torch.no_grad():
-            draft = _load_draft(settings, settings.runner.draft, model, kv_dtype=kv_dtype, report=report)
-        weights_bytes += draft.weights_bytes
+    source = _ModelSource.of(settings, shard)
+    loaded = _load(source, vocab_size, memory, times, report)
+    model, draft = loaded.model, loaded.draft
     times.end("weights")
-    adapters = _take_adapters(model, settings, memory, dtype, shard.group)
+    adapters = _take_adapters(model, settings, memory, shard.group)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
-    draft_cache = None if draft is None else draft.cache
-    demand = PoolDemand.of(settings, kv_cache_of(shape), state_bytes=state_bytes, draft=draft_cache)
-    pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, None if draft is None else draft.model))
+    draft_cache, draft_model = (None, None) if draft is None else (draft.kv_cache, draft.model)
+    demand = PoolDemand.of(settings, loaded.kv_cache, state_bytes=state_bytes, draft=draft_cache)
+    pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, draft_model))
     if shard.group is not None:
         pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
     if state_bytes:
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
-        settings = replace(
-            settings, scheduler=scheduler, runner=replace(settings.runner, cuda_graph_max_rows=graph_rows)
-        )
+        runner_settings = replace(settings.runner, cuda_graph_max_rows=graph_rows)
+        settings = replace(settings, scheduler=scheduler, runner=runner_settings)
     times.end("largest_step")
     with memory.record("the KV pool and attention's workspace", advice=_LESS_POOL):
-        kv_pool = _kv_pool(settings, shape, pool.num_pages, kv_dtype)
-        attention = choice.build(shape, kv_pool.tensors)
-        states = None
-        if model.state_shape is not None:
-            states = StatePool(
-                model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots
-            )
-        draft_parts = None if draft is None else draft.parts(settings, pool.num_pages, kv_dtype, device)
+        parts = _allocate(settings, loaded, pool, adapters, vocab_size)
     times.end("kv_pool")
-    parts = DeviceParts(
-        settings=settings,
-        model=model,
-        attention=attention,
-        kv_pool=kv_pool,
-        vocab_size=vocab_size,
-        device=device,
-        adapters=adapters,
-        states=states,
-        ranks=shard.group,
-        draft=draft_parts,
-        workspace=choice.workspace(kv_pool.tensors[0].device),
-    )
-    facts: dict[str, Fact] = {
-        "dtype": settings.model.dtype,
-        "device": str(device),
-        "attention_backend": choice.name,
-        "kv_cache_dtype": settings.memory.kv_dtype or settings.model.dtype,
-        "num_threads": torch.get_num_threads(),
-        "max_total_tokens": demand.tokens_in(pool.num_pages),
-        "weights_bytes": weights_bytes,
-        **kv_pool.facts,
-    }
-    if draft_parts is not None:
-        facts["kv_pool_bytes"] = kv_pool.num_bytes + draft_parts.num_bytes
-    if states is not None:
-        facts |= states.facts
-    if adapters is not None:
-        facts["adapters_bytes"] = adapters.num_bytes
-    if widened:
-        facts["widened_types"] = ", ".join(widened)
-    if choice.warning:
-        facts["warning"] = choice.warning
-    for package in ("torch", "triton", "flashinfer-python"):
-        with suppress(metadata.PackageNotFoundError):
-            facts[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
+    facts = _facts(parts, loaded) | {"max_total_tokens": demand.tokens_in(pool.num_pages)}
     with memory.record("CUDA graphs", advice=_LESS_GRAPHS):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
@@ -186,7 +115,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         model,
         settings,
         runner.facts,
-        make_empty=lambda: _model(settings, config, dataclasses.replace(options, device=torch.device("meta"))),
+        make_empty=source.without_memory().build,
         runner=runner,
         capture_graphs=lambda: capture_graphs(runner, parts, report),
         ranks=shard.group,
@@ -194,86 +123,6 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     runner.controls |= loader.controls
     runner.facts |= memory.facts() | times.facts()
     return runner
-
-
-def _kv_pool(
-    settings: Settings, shape: AttentionShape, num_pages: int, dtype: torch.dtype, *, has_page_groups: bool = True
-) -> KVPool:
-    """Allocate the memory of keys and values."""
-    return KVPool(
-        shape,
-        num_pages=num_pages,
-        page_size=settings.memory.page_size,
-        dtype=dtype,
-        device=torch.device(settings.runner.device),
-        can_resume=settings.memory.can_release and settings.runner.device == "cuda",
-        has_page_groups=has_page_groups,
-    )
-
-
-def _load_weights(model: Model, settings: Settings, purpose: str, report: Callable[[Progress], None]) -> int:
-    """Load the weights of ``settings.model``, and return their bytes. purpose: for the progress bar."""
-    return weights.load_newest(
-        model, settings, settings.model.weights, lambda done, total: report(Progress(purpose, done, total, "B"))
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedDraft:
-    """A draft model before the sizes of the pools are known. features: of a draft head; None: another draft model."""
-
-    model: Model
-    shape: AttentionShape
-    choice: AttentionChoice
-    weights_bytes: int
-    features: Features | None
-
-    @property
-    def cache(self) -> KVCache:
-        """The sizes of its KV cache."""
-        return replace(kv_cache_of(self.shape), feature_size=self.model.hidden_size if self.features else 0)
-
-    def parts(self, settings: Settings, num_pages: int, kv_dtype: torch.dtype, device: torch.device) -> DraftParts:
-        """Allocate the KV pool, and the memory of the features."""
-        assert settings.runner.draft is not None
-        if self.features is not None:
-            num_slots = (FIRST_PAGE + num_pages) * settings.memory.page_size
-            size = num_slots, self.model.hidden_size
-            self.features.pool = torch.zeros(size, dtype=self.model.dtype, device=device)
-        kv_pool = _kv_pool(settings, self.shape, num_pages, kv_dtype, has_page_groups=False)
-        return DraftParts(
-            self.model,
-            self.choice.build(self.shape, kv_pool.tensors),
-            kv_pool,
-            max_length=settings.runner.draft.model.context_length,
-            max_tokens=settings.scheduler.max_step_tokens,
-            features=self.features,
-        )
-
-
-def _load_draft(
-    settings: Settings,
-    draft: DraftSettings,
-    target: Model,
-    *,
-    kv_dtype: torch.dtype,
-    report: Callable[[Progress], None],
-) -> _LoadedDraft:
-    """Load a draft model. target: the model, which keeps its hidden states for a draft head."""
-    settings = replace(
-        settings, model=draft.model, runner=replace(settings.runner, attention_backend=draft.attention_backend)
-    )
-    check_unchanged(draft.model.files)
-    config, options, _ = _options(settings, WHOLE)
-    model = _model(settings, config, options)
-    shape = dataclasses.replace(model.attention_shape, dtype=options.dtype)
-    choice = choose_attention(settings.runner, shape, options.dtype, options.device, kv_dtype=kv_dtype, report=report)
-    weights_bytes = _load_weights(model, settings, "loading the draft model", report)
-    features = None
-    if isinstance(model, DraftHead):
-        model.target = target
-        target.features = features = Features(draft.read_layers, model.reduce)
-    return _LoadedDraft(model, shape, choice, weights_bytes, features)
 
 
 def _shard(settings: Settings, device: torch.device) -> Shard:
@@ -286,27 +135,175 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
     return Shard(ranks.rank, ranks.size, group)
 
 
-def _take_adapters(
-    model: Model, settings: Settings, memory: DeviceMemory, dtype: torch.dtype, ranks: RankGroup | None
-) -> AdapterPool | None:
-    """Allocate the adapter slots. None: LoRA is not enabled.
+@dataclass(frozen=True, slots=True)
+class _ModelSource:
+    """What a model is built from.
 
-    Raises:
-        ValueError: memory is short.
+    Attributes:
+        config: config.json without its quantization.
+        widened: the GGUF types that are widened.
     """
-    lora = settings.runner.lora
-    if lora is None:
-        return None
-    need = partial(slots_bytes, model.linears(), lora, dtype)
-    with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
-        return AdapterPool(
-            model.linears(),
-            lora,
-            dtype=dtype,
-            device=memory.device,
+
+    settings: Settings
+    config: Mapping[str, object]
+    options: ModelOptions
+    widened: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, settings: Settings, shard: Shard) -> _ModelSource:
+        """Read config.json."""
+        options = ModelOptions(
+            dtype=DTYPES[settings.model.dtype],
+            device=torch.device(settings.runner.device),
+            max_positions=settings.model.context_length,
             batch_invariant=settings.runner.batch_invariant,
-            ranks=ranks,
+            shard=shard,
         )
+        folder = Path(settings.model.path)
+        config = read_config(folder)
+        if config is None:
+            raise ValueError(f"{folder} has no config.json, which a model folder must have")
+        if settings.model.task == Task.EMBED:
+            config = as_embedder(config)
+        config, quantization = split_config(config)
+        widened: tuple[str, ...] = ()
+        if quantization is not None:
+            has_kv_scales = quantization.has_kv_scales and settings.memory.kv_dtype == "fp8_e4m3"
+            options = dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales)
+        elif settings.model.load_format == "gguf":
+            stored = StoredTypes.of(folder, is_on_cpu=options.device.type == "cpu")
+            format_of, table_format = gguf_formats(stored)
+            options = dataclasses.replace(options, format_of=format_of, table_format=table_format, mixes_formats=True)
+            widened = stored.widened
+        elif (online := OnlineQuantization.of(settings.model)) is not None:
+            format_of, table_format = online_formats(online)
+            options = dataclasses.replace(options, format_of=format_of, table_format=table_format)
+        return cls(settings, config, options, widened)
+
+    def build(self) -> Model:
+        """Build the model without loading its weights."""
+        model = self.settings.model
+        if model.implementation == TRANSFORMERS:
+            return self._fallback().load(self.options)
+        if model.draft_head:
+            return DraftHead(read_draft_head(self.config, model.draft_head), self.options)
+        return models.build(self.config, self.options)
+
+    def without_memory(self) -> _ModelSource:
+        """Return the source of a model whose weights have no memory."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, device=torch.device("meta")))
+
+    def weights_bytes(self) -> int:
+        """Return the bytes of the parameters without loading them."""
+        if self.settings.model.implementation == TRANSFORMERS:
+            return self._fallback().num_bytes(self.without_memory().options)
+        return sum(target.num_bytes for target in self.without_memory().build().weights().values())
+
+    def choose_attention(
+        self, model: Model, report: Callable[[Progress], None]
+    ) -> tuple[AttentionShape, AttentionChoice]:
+        """Return the shape of attention with the dtype of queries, and the backend."""
+        dtype, device = self.options.dtype, self.options.device
+        shape = dataclasses.replace(model.attention_shape, dtype=dtype)
+        choice = choose_attention(self.settings.runner, shape, dtype, device, kv_dtype=self.kv_dtype, report=report)
+        return shape, choice
+
+    def load_weights(self, model: Model, purpose: str, report: Callable[[Progress], None]) -> int:
+        """Load the weights, and return their bytes. purpose: for the progress bar."""
+        newest = self.settings.model.weights
+        return weights.load_newest(
+            model, self.settings, newest, lambda done, total: report(Progress(purpose, done, total, "B"))
+        )
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return KV_DTYPES[self.settings.memory.kv_dtype or self.settings.model.dtype]
+
+    def _fallback(self) -> TransformersFolder:
+        """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
+        from aioengine.models._fallback import TransformersFolder
+
+        model, has_weights = self.settings.model, self.settings.model.load_format != "dummy"
+        task, trusts = Task(model.task), model.trust_remote_code
+        return TransformersFolder(Path(model.path), task, trust_remote_code=trusts, has_weights=has_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """A model with its weights, before the sizes of the pools are known.
+
+    Attributes:
+        shape: of attention, with the dtype of queries.
+        features: of a draft head, else None.
+        draft: the draft model; None: there is none.
+    """
+
+    source: _ModelSource
+    model: Model
+    shape: AttentionShape
+    choice: AttentionChoice
+    weights_bytes: int
+    features: Features | None = None
+    draft: _LoadedModel | None = None
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The sizes of its KV cache."""
+        return replace(kv_cache_of(self.shape), feature_size=self.model.hidden_size if self.features else 0)
+
+
+def _load(
+    source: _ModelSource, vocab_size: int, memory: DeviceMemory, times: StartTimes, report: Callable[[Progress], None]
+) -> _LoadedModel:
+    """Load the model, and the draft model if there is one."""
+    settings, options = source.settings, source.options
+    place = "machine" if options.device.type == "cpu" else "GPU"
+    advice = f"End other processes on this {place}, or use a smaller model, quantization='int4' or a larger {place}"
+    if options.dtype == torch.float32:
+        advice += "; dtype='bfloat16' needs half"
+    with memory.record("the weights", advice=advice, need=source.weights_bytes), torch.no_grad():
+        model = source.build()
+        memory.check_free(model, advice=advice)
+        if (group := options.shard.group) is not None:
+            group.open_inboxes(
+                settings.scheduler.max_step_tokens,
+                model.hidden_size,
+                options.dtype,
+                max_sampled_rows=settings.runner.cuda_graph_max_rows,
+                num_embeddings=model.vocab_size,
+            )
+        if options.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
+            _compile_sampling(model, vocab_size, settings.runner.logprobs_mode, options.shard.size)
+        times.end("device")
+        shape, choice = source.choose_attention(model, report)
+        times.end("attention")
+        loaded = _LoadedModel(source, model, shape, choice, source.load_weights(model, "loading weights", report))
+    if settings.runner.draft is None or options.shard.rank:
+        return loaded
+    with memory.record("the weights of the draft model", advice=advice), torch.no_grad():
+        return dataclasses.replace(loaded, draft=_load_draft(settings, settings.runner.draft, model, report))
+
+
+def _load_draft(
+    settings: Settings, draft: DraftSettings, target: Model, report: Callable[[Progress], None]
+) -> _LoadedModel:
+    """Load a draft model. target: the model, which keeps its hidden states for a draft head."""
+    settings = replace(
+        settings,
+        model=draft.model,
+        memory=replace(settings.memory, kv_dtype=settings.memory.kv_dtype or settings.model.dtype),
+        runner=replace(settings.runner, attention_backend=draft.attention_backend),
+    )
+    check_unchanged(draft.model.files)
+    source = _ModelSource.of(settings, WHOLE)
+    model = source.build()
+    shape, choice = source.choose_attention(model, report)
+    weights_bytes = source.load_weights(model, "loading the draft model", report)
+    features = None
+    if isinstance(model, DraftHead):
+        model.target = target
+        target.features = features = Features(draft.read_layers, model.reduce)
+    return _LoadedModel(source, model, shape, choice, weights_bytes, features)
 
 
 def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str, num_ranks: int) -> None:
@@ -322,59 +319,113 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str, num_ran
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
-def _options(settings: Settings, shard: Shard) -> tuple[Mapping[str, object], ModelOptions, tuple[str, ...]]:
-    """Return config.json without its quantization, the options for it, and the GGUF types that are widened."""
-    options = ModelOptions(
-        dtype=DTYPES[settings.model.dtype],
-        device=torch.device(settings.runner.device),
-        max_positions=settings.model.context_length,
-        batch_invariant=settings.runner.batch_invariant,
-        shard=shard,
+def _take_adapters(
+    model: Model, settings: Settings, memory: DeviceMemory, ranks: RankGroup | None
+) -> AdapterPool | None:
+    """Allocate the adapter slots. None: LoRA is not enabled.
+
+    Raises:
+        ValueError: memory is short.
+    """
+    lora, dtype = settings.runner.lora, DTYPES[settings.model.dtype]
+    if lora is None:
+        return None
+    need = partial(slots_bytes, model.linears(), lora, dtype)
+    with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
+        return AdapterPool(
+            model.linears(),
+            lora,
+            dtype=dtype,
+            device=memory.device,
+            batch_invariant=settings.runner.batch_invariant,
+            ranks=ranks,
+        )
+
+
+def _allocate(
+    settings: Settings, loaded: _LoadedModel, pool: PoolFit, adapters: AdapterPool | None, vocab_size: int
+) -> DeviceParts:
+    """Allocate the pools, and build attention. vocab_size: token ids below this may be sampled."""
+    model, device, draft = loaded.model, loaded.source.options.device, None
+    kv_pool = _kv_pool(loaded, pool.num_pages)
+    attention = loaded.choice.build(loaded.shape, kv_pool.tensors)
+    states = None
+    if model.state_shape is not None:
+        states = StatePool(model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots)
+    if loaded.draft is not None:
+        draft = _draft_parts(settings, loaded.draft, pool.num_pages)
+    return DeviceParts(
+        settings=settings,
+        model=model,
+        attention=attention,
+        kv_pool=kv_pool,
+        vocab_size=vocab_size,
+        device=device,
+        adapters=adapters,
+        states=states,
+        ranks=loaded.source.options.shard.group,
+        draft=draft,
+        workspace=loaded.choice.workspace(kv_pool.tensors[0].device),
     )
-    folder = Path(settings.model.path)
-    config = read_config(folder)
-    if config is None:
-        raise ValueError(f"{folder} has no config.json, which a model folder must have")
-    if settings.model.task == Task.EMBED:
-        config = as_embedder(config)
-    config, quantization = split_config(config)
-    if quantization is not None:
-        has_kv_scales = quantization.has_kv_scales and settings.memory.kv_dtype == "fp8_e4m3"
-        return config, dataclasses.replace(options, format_of=formats(quantization), has_kv_scales=has_kv_scales), ()
-    if settings.model.load_format == "gguf":
-        stored = StoredTypes.of(folder, is_on_cpu=options.device.type == "cpu")
-        format_of, table_format = gguf_formats(stored)
-        options = dataclasses.replace(options, format_of=format_of, table_format=table_format, mixes_formats=True)
-        return config, options, stored.widened
-    if (online := OnlineQuantization.of(settings.model)) is not None:
-        format_of, table_format = online_formats(online)
-        options = dataclasses.replace(options, format_of=format_of, table_format=table_format)
-    return config, options, ()
 
 
-def _model(settings: Settings, config: Mapping[str, object], options: ModelOptions) -> Model:
-    if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).load(options)
-    if settings.model.draft_head:
-        return DraftHead(read_draft_head(config, settings.model.draft_head), options)
-    return models.build(config, options)
+def _draft_parts(settings: Settings, draft: _LoadedModel, num_pages: int) -> DraftParts:
+    """Allocate the KV pool of a draft model, and the memory of the features."""
+    options = draft.source.options
+    if draft.features is not None:
+        size = (FIRST_PAGE + num_pages) * settings.memory.page_size, draft.model.hidden_size
+        draft.features.pool = torch.zeros(size, dtype=draft.model.dtype, device=options.device)
+    kv_pool = _kv_pool(draft, num_pages, has_page_groups=False)
+    return DraftParts(
+        draft.model,
+        draft.choice.build(draft.shape, kv_pool.tensors),
+        kv_pool,
+        max_length=options.max_positions,
+        max_tokens=settings.scheduler.max_step_tokens,
+        features=draft.features,
+    )
 
 
-def _weights_bytes(settings: Settings, config: Mapping[str, object], options: ModelOptions) -> int:
-    """Return the bytes of the parameters without loading them."""
-    options = dataclasses.replace(options, device=torch.device("meta"))
-    if settings.model.implementation == TRANSFORMERS:
-        return _fallback(settings).num_bytes(options)
-    return sum(target.num_bytes for target in _model(settings, config, options).weights().values())
+def _kv_pool(loaded: _LoadedModel, num_pages: int, *, has_page_groups: bool = True) -> KVPool:
+    """Allocate the memory of keys and values."""
+    settings = loaded.source.settings
+    return KVPool(
+        loaded.shape,
+        num_pages=num_pages,
+        page_size=settings.memory.page_size,
+        dtype=loaded.source.kv_dtype,
+        device=loaded.source.options.device,
+        can_resume=settings.memory.can_release and settings.runner.device == "cuda",
+        has_page_groups=has_page_groups,
+    )
 
 
-def _fallback(settings: Settings) -> TransformersFolder:
-    """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
-    from aioengine.models._fallback import TransformersFolder
-
-    model, has_weights = settings.model, settings.model.load_format != "dummy"
-    task, trusts = Task(model.task), model.trust_remote_code
-    return TransformersFolder(Path(model.path), task, trust_remote_code=trusts, has_weights=has_weights)
+def _facts(parts: DeviceParts, loaded: _LoadedModel) -> dict[str, Fact]:
+    """Return what the runner reports about itself."""
+    settings, draft = parts.settings, loaded.draft
+    facts: dict[str, Fact] = {
+        "dtype": settings.model.dtype,
+        "device": str(parts.device),
+        "attention_backend": loaded.choice.name,
+        "kv_cache_dtype": settings.memory.kv_dtype or settings.model.dtype,
+        "num_threads": torch.get_num_threads(),
+        "weights_bytes": loaded.weights_bytes + (0 if draft is None else draft.weights_bytes),
+        **parts.kv_pool.facts,
+    }
+    if parts.draft is not None:
+        facts["kv_pool_bytes"] = parts.kv_pool.num_bytes + parts.draft.num_bytes
+    if parts.states is not None:
+        facts |= parts.states.facts
+    if parts.adapters is not None:
+        facts["adapters_bytes"] = parts.adapters.num_bytes
+    if loaded.source.widened:
+        facts["widened_types"] = ", ".join(loaded.source.widened)
+    if loaded.choice.warning:
+        facts["warning"] = loaded.choice.warning
+    for package in ("torch", "triton", "flashinfer-python"):
+        with suppress(metadata.PackageNotFoundError):
+            facts[f"{package.removesuffix('-python')}_version"] = metadata.version(package)
+    return facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -122,7 +121,7 @@ class ConstrainedRows:
             self.follow()
             with torch.inference_mode():
                 step.ticket.values.start(step.sample())
-            self.note(step.ticket, step.rows.requests, step.rows.positions)
+            self.note(step.ticket, step.rows)
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
         """Set the constraint of an open request, after its output so far.
@@ -136,20 +135,15 @@ class ConstrainedRows:
         request.constraint = self.grammars.open(grammar, opened.token_ids, opened.num_prompt)
         request.may_force = self._may_force and _may_force(opened)
 
-    def note(
-        self,
-        ticket: Ticket,
-        sampled: list[RequestRow],
-        positions: npt.NDArray[np.int64],
-        followed: Collection[int] = (),
-    ) -> None:
-        """Record a launched step that samples tokens of ``sampled`` at positions [S]. Rows whose grammar has an error
-        fail. followed: indices of rows whose token was followed.
+    def note(self, ticket: Ticket, rows: SampledRows, followed: Collection[int] = ()) -> None:
+        """Record a launched step that samples tokens of these rows. Rows whose grammar has an error fail.
+
+        followed: indices of rows whose token was followed.
         """
         if self._deferred is not None:
             self._deferred.ticket = ticket
             return
-        for index, (request, position) in enumerate(zip(sampled, positions.tolist(), strict=True)):
+        for index, (request, position) in enumerate(zip(rows.requests, rows.positions.tolist(), strict=True)):
             constraint = request.constraint
             if position < request.forced_end:
                 ticket.repeated.add(request.uid)

@@ -59,10 +59,10 @@ class StepRows:
         return positions + shifts[row_of_token]
 
 
-def model_inputs(model: Model, token_ids: Tensor, positions: Tensor, **others: Any) -> ModelInputs:
+def model_inputs(model: Model, token_ids: Tensor, positions: Tensor, **fields: Any) -> ModelInputs:
     """Return the inputs of this model for token ids [T] and positions [T], or [3, T] for a model with three axes.
 
-    others: further fields of ``ModelInputs``.
+    fields: further fields of ``ModelInputs``.
     """
     spec = model.input_spec
     if positions.dim() < min(spec.position_axes, 2):
@@ -71,7 +71,7 @@ def model_inputs(model: Model, token_ids: Tensor, positions: Tensor, **others: A
         positions=positions,
         token_ids=None if spec.embeddings else token_ids,
         embeddings=model.embed(token_ids) if spec.embeddings else None,
-        **others,
+        **fields,
     )
 
 

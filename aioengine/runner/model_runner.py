@@ -1,4 +1,7 @@
-"""ModelRunner: computes plans with a model, and samples token ids."""
+"""ModelRunner: computes plans with a model, and samples token ids.
+
+R rows of a step, S rows that sample, K drafts of the step, N positions, D model size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from torch.nn import functional
 from aioengine.attention._base import AttentionBackend, CapturableAttention
 from aioengine.layers.ranks import RankGroup
 from aioengine.models._base import Model
-from aioengine.protocol.columns import TokenColumns
+from aioengine.protocol.columns import Extra, TokenColumns
 from aioengine.protocol.messages import Control, Fact, Reply
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.constrained_rows import ConstrainedRows
 from aioengine.runner.custom_processors import CustomProcessors
+from aioengine.runner.failed_rows import FailedRows
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.hidden_states import HiddenStates
@@ -31,17 +35,19 @@ from aioengine.runner.kv_pool import KVPool
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.lora.pool import AdapterPool
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.pooler import PooledRows, Pooler
-from aioengine.runner.request_row import GrammarSource, RequestRow, SampledRows, needs_only_temperature, why_no_token
-from aioengine.runner.rows import FailedRows, PageTables, RowTable
+from aioengine.runner.request_row import GrammarSource, SampledRows, needs_only_temperature, why_no_token
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
-from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts, rows_with_drafts
+from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts
+from aioengine.runner.speculation.step_drafts import NO_DRAFTS, StepDrafts
 from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, must_sample_one_by_one
 from aioengine.runner.state_pool import StatePool
-from aioengine.runner.ticket import NO_DRAFTS, StepDrafts, Ticket
+from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import profiled
-from aioengine.runner.transfer import Ints, Readback
+from aioengine.runner.transfer import Readback
 from aioengine.scheduler.plan import Row, StepPlan, StepResult
 from aioengine.settings.config import Settings
 from aioengine.settings.memory_model import SAMPLED_ROWS
@@ -135,25 +141,16 @@ class ModelRunner:
         may_force = parts.states is None or parts.device.type == "cpu"
         self._constrained = ConstrainedRows(masks, parts.device, may_force=may_force)
         self._proposer: Proposer | None = None
+        self._verifier: Verifier | None = None
         if settings.scheduler.max_drafts:
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             has_windows = any(any(model.attention_shape.windows) for model in models)
             self._table.has_upper_bounds = parts.ranks is None and not has_windows
-            draft_model = None
-            if parts.draft is not None:
-                draft_model = DraftModel(parts.draft, self._table, sampler)
+            draft_model = None if parts.draft is None else DraftModel(parts.draft, self._table, sampler)
             kind = ReceivedDrafts if parts.ranks is not None and parts.ranks.rank else Proposer
             self._proposer = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
-            self._verifier = Verifier(
-                self._table,
-                sampler,
-                pool,
-                parts.ranks,
-                logits=self._logits,
-                keep=self._keep,
-                errors=self._custom.errors,
-                read=self._proposer.read,
-            )
+            extras = self._logprobs, self._hidden_states, self._custom.errors
+            self._verifier = Verifier(self._table, sampler, pool, parts.ranks, self._compute_logits, *extras)
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -175,38 +172,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Ticket:
-        """Launch the step. On a CPU it is done when this returns."""
+        """Launch the step. On a CPU it is done when this returns.
+
+        Opens and closes requests, proposes drafts, sends the plan to the other ranks, and computes the rows. Then it
+        samples the next token of each row, and with drafts also the tokens at their positions.
+        """
         if plan.closed or plan.new_rows:  # constraints must not be opened while masks are computed
             self._constrained.sample_deferred()
         with profiled("prepare"):
             self._open_and_close(plan)
-            plan_rows, drafts = plan.rows, NO_DRAFTS
-            if self._proposer is None or self._proposer.has_no_drafts(plan_rows):
-                rows = self._computable_rows(plan_rows)
-            else:
-                plan_rows, rows, drafts = self._propose(self._proposer, plan_rows)
+            rows, drafts = self._propose(plan.rows)
         needs_logits = plan.needs_logits
         if self._send_plan is not None:
             needs_logits = not self._may_sample_together(rows)
-            sent_rows = plan.rows if drafts is NO_DRAFTS else rows_with_drafts(plan.rows, plan_rows, drafts)
+            sent_rows = plan.rows if drafts is NO_DRAFTS else drafts.rows
             self._send_plan(replace(plan, rows=sent_rows, needs_logits=needs_logits), self._failed.reasons)
         with_outputs = [row.uid for row in plan.rows if row.outputs]
         reasons = self._failed.reasons
         failed = {row.uid: reasons[row.uid] for row in plan.rows if row.uid in reasons} if reasons else {}
         if not rows.requests:
             return Ticket(with_outputs, [], [], Readback(torch.empty(0, dtype=torch.int64)), failed, drafts=NO_DRAFTS)
-        sampled = rows.requests
-        without_token: list[RequestRow] = []
-        pooled: PooledRows | None = None
-        if not rows.samples.all():
-            sampled, without_token = [], []
-            for request, samples in zip(rows.requests, rows.samples.tolist(), strict=True):
-                (sampled if samples else without_token).append(request)
-            if self._table.num_pooled:
-                pooled = self._pooler.rows(plan, rows.requests)
-        positions = (rows.starts + rows.counts)[rows.samples]
+        sampled, without_token = self._sampled_rows(rows, drafts)
+        pooled = self._pooler.rows(plan, rows.requests) if without_token and self._table.num_pooled else None
         if drafts.proposed:
-            values = self._compute_drafts(rows, sampled, positions, drafts, pooled)
+            values = self._compute_drafts(rows, sampled, drafts, pooled)
         else:
             values = Readback(self._compute(rows, sampled, pooled, needs_logits=needs_logits))
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
@@ -214,8 +203,8 @@ class ModelRunner:
         self._inputs.take_snapshots(plan.snapshots, rows)
         ticket = self._newest = Ticket(
             with_outputs,
-            [request.uid for request in sampled],
-            [request.uid for request in without_token],
+            [request.uid for request in sampled.requests],
+            without_token,
             values,
             failed,
             logprobs,
@@ -224,9 +213,9 @@ class ModelRunner:
             drafts=drafts,
         )
         if self._proposer is not None:
-            self._proposer.launched(ticket, plan_rows)
+            self._proposer.launched(ticket)
         if self._table.num_with_grammar:
-            self._constrained.note(ticket, sampled, positions, drafts.followed)
+            self._constrained.note(ticket, drafts.after_accepted(sampled), drafts.followed)
         return ticket
 
     def use_grammars(self, grammars: GrammarSource) -> None:
@@ -249,24 +238,28 @@ class ModelRunner:
                 self._proposer.forget(ticket)
             raise
         extras, invalid = ([], set[int]()) if ticket.logprobs is None else ticket.logprobs.extras()
-        if ticket.hidden_states is not None:
-            extras += ticket.hidden_states.extras()
-        if ticket.pooled is not None:
-            extras += ticket.pooled.extras()
+        for results in (ticket.hidden_states, ticket.pooled):
+            if results is not None:
+                extras += results.extras()
         if ticket.constrained:
             self._constrained.follow(ticket)
             self._constrained.begin_masks()
-        drafts = ticket.drafts
         if self._proposer is not None:
             self._proposer.collected(ticket, values)
-        has_others = ticket.failed or ticket.forced or ticket.repeated or invalid or drafts.planned
-        has_one_token_each = not has_others and len(ticket.with_outputs) == len(ticket.sampled)
-        if has_one_token_each and FAILED not in values:
+        is_plain = not (ticket.failed or ticket.forced or ticket.repeated or invalid or ticket.drafts.planned)
+        if is_plain and len(ticket.with_outputs) == len(ticket.sampled) and FAILED not in values:
             tokens = TokenColumns(ticket.with_outputs, values[: len(ticket.sampled)], None, extras)
             return StepResult(tokens, complete=ticket.complete)
-        value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True)) | dict.fromkeys(
-            invalid, FAILED
-        )
+        return self._result(ticket, values, invalid, extras)
+
+    def _result(self, ticket: Ticket, values: list[int], invalid: set[int], extras: list[Extra]) -> StepResult:
+        """Return the result of a step in which rows failed, or have no token or several tokens.
+
+        values: ``Ticket.values``. invalid: uids of rows whose logprobs are not finite.
+        """
+        drafts = ticket.drafts
+        value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True))
+        value_of |= dict.fromkeys(invalid, FAILED)
         bad = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
         empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
@@ -362,41 +355,50 @@ class ModelRunner:
             self._failed.add(uid, error)
         return self._inputs.columns_of([row for row in rows if row.uid not in failed])
 
-    def _propose(self, proposer: Proposer, planned: list[Row]) -> tuple[list[Row], StepRows, StepDrafts]:
-        """Return the planned rows with their proposed drafts, the columns of the computable rows, and the drafts."""
+    def _propose(self, planned: list[Row]) -> tuple[StepRows, StepDrafts]:
+        """Return the computable rows with their proposed drafts, and the drafts."""
+        proposer = self._proposer
+        if proposer is None or proposer.is_plain_step(planned):
+            return self._computable_rows(planned), NO_DRAFTS
         if any(row.num_drafts for row in planned):
             self._constrained.sample_deferred()
         planned = [row for row in planned if row.uid not in self._failed.reasons]
         may_overlap = self._graphs is not None and self._graphs.may_overlap(planned)
         drafts = proposer.propose(planned, may_overlap=may_overlap)
-        drafted = proposer.with_drafts(planned, drafts)
-        rows = self._computable_rows(drafted)
+        rows = self._computable_rows(drafts.rows)
         if drafts.on_device is not None and not self._verifies_in_graph(rows):
-            proposer.read(drafts)
-            drafted = proposer.with_drafts(planned, drafts)
-            rows = self._computable_rows(drafted)
-        return drafted, rows, drafts
+            proposer.read(drafts, planned)
+            rows = self._computable_rows(drafts.rows)
+        return rows, drafts
+
+    def _sampled_rows(self, rows: StepRows, drafts: StepDrafts) -> tuple[SampledRows, list[int]]:
+        """Return the rows that sample, at the positions of their first sampled tokens, and the uids of the others."""
+        requests, row_indices, positions = rows.requests, rows.row_indices, rows.starts + rows.counts
+        without_token: list[int] = []
+        if not rows.samples.all():
+            without_token = [requests[i].uid for i in np.flatnonzero(~rows.samples).tolist()]
+            requests = [requests[i] for i in np.flatnonzero(rows.samples).tolist()]
+            row_indices, positions = row_indices[rows.samples], positions[rows.samples]
+        if drafts.proposed:
+            positions -= drafts.counts(requests)
+        return self._table.sampled(requests, row_indices, positions), without_token
 
     def _compute(
-        self, rows: StepRows, sampled: list[RequestRow], pooled: PooledRows | None, *, needs_logits: bool
+        self, rows: StepRows, sampled: SampledRows, pooled: PooledRows | None, *, needs_logits: bool
     ) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
         if self._graphs is not None and self._graphs.fits(rows):
-            return self._replay(self._graphs, rows, needs_logits=needs_logits)
+            return self._replay(self._graphs, rows, sampled, needs_logits=needs_logits)
         self._constrained.sample_deferred()
         hidden, _ = self._forward(rows)
         if pooled is not None:
             self._pooler.pool(hidden, pooled)
-        if len(sampled) == len(rows.requests):
-            all_rows = self._table.sampled(sampled, rows.row_indices, rows.starts + rows.counts)
-            return self._sample_or_defer(hidden, all_rows)
-        if not sampled:
+        if len(sampled.requests) == len(rows.requests):
+            return self._sample_or_defer(hidden, sampled)
+        if not sampled.requests:
             return self._values_without_token(hidden)
-        row_indices, positions = rows.row_indices[rows.samples], (rows.starts + rows.counts)[rows.samples]
-        sampled_rows = self._table.upload(np.flatnonzero(rows.samples))
-        token_ids = self._sample_or_defer(
-            hidden[sampled_rows], self._table.sampled(sampled, row_indices, positions), is_urgent=True
-        )
+        is_sampled = self._table.upload(np.flatnonzero(rows.samples))
+        token_ids = self._sample_or_defer(hidden[is_sampled], sampled, is_urgent=True)
         assert token_ids is not None
         return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
@@ -417,22 +419,17 @@ class ModelRunner:
         return not any(must_sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
     def _compute_drafts(
-        self, rows: StepRows, sampled: list[RequestRow], positions: Ints, drafts: StepDrafts, pooled: PooledRows | None
+        self, rows: StepRows, sampled: SampledRows, drafts: StepDrafts, pooled: PooledRows | None
     ) -> Readback:
-        """Run forward, and sample at the positions of the drafts. Return ``Ticket.values`` [R].
-
-        positions: [S] of the token after all drafts of each sampled row. If drafts are accepted in this call, it is
-        changed to the position of the token after the accepted ones.
-        """
+        """Run forward, and sample at the positions of the drafts. Return ``Ticket.values`` [R]."""
+        assert self._verifier is not None
         self._constrained.sample_deferred()
         self._constrained.follow()
-        counts = drafts.counts(sampled)
-        first_tokens = self._table.sampled(sampled, rows.row_indices[rows.samples], positions - counts)
         if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
-            num_drafts = None if drafts.on_device is None else counts
-            step = self._graphs.replay_with_drafts(rows, first_tokens, num_drafts)
-            if not any(must_sample_one_by_one(sampled, first_tokens.records)):
-                return self._verifier.accept_later(self._graphs, step, rows, first_tokens, drafts)
+            num_drafts = None if drafts.on_device is None else drafts.counts(sampled.requests)
+            step = self._graphs.replay_with_drafts(rows, sampled, num_drafts)
+            if not any(must_sample_one_by_one(sampled.requests, sampled.records)):
+                return self._verifier.accept_on_device(self._graphs, step, rows, sampled, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:
@@ -440,24 +437,11 @@ class ModelRunner:
         if pooled is not None:  # these rows have no graph
             self._pooler.pool(hidden, pooled)
         is_sampled = self._table.upload(np.flatnonzero(rows.samples))
-        values = self._verifier.verify(hidden[is_sampled], before_drafts, first_tokens, drafts)
-        positions += np.array([len(drafts.accepted[request.uid]) for request in sampled]) - counts
+        values = self._verifier.verify(hidden[is_sampled], before_drafts, sampled, drafts)
         token_ids = self._table.upload(np.array(values, dtype=np.int64))
-        if len(sampled) < len(rows.requests):
+        if len(values) < len(rows.requests):
             token_ids = torch.cat([token_ids, self._values_without_token(hidden, rows)])
         return Readback(token_ids)
-
-    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, rows: SampledRows, chosen: Ints) -> None:
-        """Store the sampled tokens [N] of the rows ``chosen`` [X], with their logprobs and hidden states.
-
-        hidden: [N, D]. logits: [N, V].
-        """
-        kept_rows, indices = rows.part(chosen), self._table.upload(chosen)
-        if self._table.num_with_hidden_states:
-            self._hidden_states.add_sampled(hidden[indices], kept_rows)
-        if self._table.num_with_logprobs:
-            self._logprobs.add_sampled(logits[indices], kept_rows, token_ids[indices])
-        self._table.write_tokens(kept_rows, token_ids[indices])
 
     def _forward(self, rows: StepRows, drafts: StepDrafts | None = None) -> tuple[Tensor, Tensor]:
         """Run forward without a decode graph. Return the hidden states [R, D] from which rows are sampled or pooled,
@@ -496,13 +480,16 @@ class ModelRunner:
             with profiled("prepare"):
                 self._attention.prepare(batch)
             hidden = self._model.forward(inputs, self._attention)
-        num_hidden = 0 if hidden_states is None else len(hidden_states.token_indices)
+        first = num_outputs
         if hidden_states is not None:
-            self._hidden_states.add_prompts(hidden[num_outputs : num_outputs + num_hidden], hidden_states)
-        first_draft = num_outputs + num_hidden + (0 if prompts is None else len(prompts.token_indices))
+            end = first + len(hidden_states.token_indices)
+            self._hidden_states.add_prompts(hidden[first:end], hidden_states)
+            first = end
         if prompts is not None:
-            self._logprobs.add_prompts(hidden[num_outputs + num_hidden : first_draft], prompts)
-        return self._pooler.states(hidden, rows), hidden[first_draft:]
+            end = first + len(prompts.token_indices)
+            self._logprobs.add_prompts(hidden[first:end], prompts)
+            first = end
+        return self._pooler.states(hidden, rows), hidden[first:]
 
     def _may_sample_together(self, rows: StepRows) -> bool:
         """Return whether the ranks can sample the tokens of a step without gathering the logits."""
@@ -516,9 +503,10 @@ class ModelRunner:
         """
         return num_rows if self._graphs is None else self._graphs.padded(num_rows)
 
-    def _replay(self, graphs: DecodeGraphs, rows: StepRows, *, needs_logits: bool) -> Tensor | None:
+    def _replay(
+        self, graphs: DecodeGraphs, rows: StepRows, sampled: SampledRows, *, needs_logits: bool
+    ) -> Tensor | None:
         """Run a decode step that has a graph. Return token ids [R]; None: they are sampled later."""
-        sampled = self._table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
         step = graphs.replay(rows, sampled, when_ready=self._constrained.sample_deferred)
         if step.masked is not None:
             return self._constrained.sample_masked(graphs, step, sampled)
@@ -547,7 +535,7 @@ class ModelRunner:
         num_rows = len(hidden)
         if self._table.num_with_hidden_states:
             self._hidden_states.add_sampled(hidden, rows)
-        logits = self._logits(hidden) if logits is None else logits[:num_rows]
+        logits = self._compute_logits(hidden) if logits is None else logits[:num_rows]
         with profiled("sample"):
             token_ids = self._sampler.sample(logits, rows)
             if self._table.num_with_logprobs:
@@ -555,7 +543,7 @@ class ModelRunner:
             self._table.write_tokens(rows, token_ids)
         return token_ids
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [N, V] from hidden states [N, D]."""
         num_rows = len(hidden)
         num_missing = self._num_padded(num_rows) - num_rows

@@ -1,10 +1,10 @@
-"""The runner's state of open requests: last tokens, page tables, sampling parameters.
+"""The runner's state of open requests: last tokens, sampling parameters, page tables.
 
 A request has a row of the tables, at its row index, from the step that opens it to the step that closes it. Sampling
 parameters are one numpy record per row, so that a step gathers columns at once. The last token stays on the device; the
 next step reads it there.
 
-R rows of a step, P pages of the longest row, G page groups.
+R rows of a step, S rows that sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from copy import copy
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,15 +20,14 @@ from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner.images import Images
-from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE, KVPool
 from aioengine.runner.logits import LogitsProcessor
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.lora.pool import AdapterPool, RowAdapters
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.token_lists import token_lists
 from aioengine.runner.transfer import Ints, upload_to
 from aioengine.scheduler.plan import NewRow
-from aioengine.settings.page_groups import PageGroups
 
 RECENT_TOKENS: Final = 512
 """Recent tokens kept for a request with bad words. Also the maximum length of a bad word in tokens."""
@@ -67,12 +65,15 @@ class RowTable:
 
     Attributes:
         num_embeddings: token ids are below this.
-        processors: of the logits.
+        processors: of the logits. mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
         requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [X] int64 on the device, by row index. Behind the first ``max_rows`` there is memory for the known
-            tokens of expanded rows, for the tokens of a step with drafts, and for drafts (``draft_indices``). The last
-            entry is never read.
+        last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device. In multiples of ``max_rows``:
+            1: the last token of each row, by row index.
+            1 + max_drafts: the known tokens of the rows that a graph expands, one after the other.
+            1 + max_drafts: the tokens that the last step with drafts sampled (``draft_indices``).
+            max_drafts: the drafts of the step (``draft_indices``).
+            Then one entry that is never read.
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
             rejected. The last entry is 0.
@@ -87,7 +88,6 @@ class RowTable:
         num_with_embeds: number of open requests whose prompt embeddings are not all computed.
         adapters: the adapter slot of each row.
         images: the images of open requests; None: the model reads no images.
-        mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class RowTable:
         return sum(1 << i for i, processor in enumerate(self.processors) if isinstance(processor, kinds))
 
     def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
-        """Return the indices in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
+        """Return the indices [R] in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
 
         Number -1 - i is the token that the last step with drafts has sampled after the first i drafts of the row.
         """
@@ -285,112 +285,3 @@ def _row_logprobs(opened: NewRow, rules: LogprobRules) -> RowLogprobs:
     size_class = rules.num_values.bit_length() if rules.num_values > FEW_VALUES else 0
     returns_next = opened.kind is RequestKind.SCORE
     return RowLogprobs(opened.uid, opened.num_prompt, rules, size_class, returns_next, prompt, parts)
-
-
-class PageTables:
-    """The page tables by row index, in memory with fixed addresses.
-
-    Attributes:
-        tables: [G, max_rows, max_row_pages] int32 on the host, page ids in the pool. The first ``counts`` pages of a
-            row are its own; the rest is the padding page.
-        counts: [max_rows] int64 on the host.
-        groups: the page groups; None: all layers share one page table, and no pages are freed early.
-    """
-
-    def __init__(self, *, max_rows: int, max_row_pages: int, groups: PageGroups | None = None) -> None:
-        """max_row_pages: pages of the longest request."""
-        num_groups = 1 if groups is None else groups.num_groups
-        shape = num_groups, max_rows, max_row_pages
-        self.tables = np.zeros(shape, dtype=np.int32)  # only written parts use memory
-        self.counts = np.zeros(max_rows, dtype=np.int64)
-        self.groups = groups
-
-    def open(self, row_index: int) -> None:
-        """Start a new request without pages."""
-        self.tables[:, row_index, : self.counts[row_index]] = PADDING_PAGE
-        self.counts[row_index] = 0
-
-    def pages(self, row_index: int) -> list[int]:
-        """Return the pages that a request has or had, in all groups."""
-        return self.tables[:, row_index, : self.counts[row_index]].ravel().tolist()
-
-    def add(self, row_index: int, pages: list[int]) -> None:
-        """Append pages to the tables of a request.
-
-        pages: numbered from 0 without the padding page, as in plans. -1: a page that was freed; it becomes the padding
-        page.
-        """
-        num_groups = len(self.tables)
-        start = int(self.counts[row_index])
-        end = start + len(pages) // num_groups
-        if num_groups == 1:
-            self.tables[0, row_index, start:end] = [page + FIRST_PAGE for page in pages]
-        else:
-            pages_by_group = np.array(pages, dtype=np.int32).reshape(-1, num_groups).T
-            self.tables[:, row_index, start:end] = pages_by_group + FIRST_PAGE
-        self.counts[row_index] = end
-
-    def of_step(self, row_indices: Ints, starts: Ints, num_pages: int) -> npt.NDArray[np.int32]:
-        """Return the first ``num_pages`` pages [G, R, P] of the rows, which compute tokens from positions ``starts``
-        [R] on. Pages before the window may belong to other requests by now, so they are replaced by the padding page.
-        """
-        if self.groups is None:
-            return self.tables[0][row_indices, :num_pages][np.newaxis]
-        tables = np.stack([table[row_indices, :num_pages] for table in self.tables])
-        page_indices = np.arange(num_pages)
-        for table, window in zip(tables, self.groups.windows, strict=True):
-            if window is not None:
-                firsts = (starts - (window - 1)) // self.groups.page_size
-                table[page_indices < firsts[:, np.newaxis]] = PADDING_PAGE
-        return tables
-
-
-class FailedRows:
-    """The open requests that have failed. They fail in each step until they are closed.
-
-    A row fails if the hidden state of its last token is not finite. Attention propagates NaNs of earlier tokens to the
-    last token, with two exceptions. If all layers have short windows, a NaN may be too far away. If a NaN arises after
-    the attention of the last layer, it stays in its token, and does not affect the answer. All tokens are checked only
-    for prompt logprobs, because this slows down each prompt.
-
-    If a NaN is missed, its pages are not cleaned. On a CPU, attention multiplies unwritten slots by zero, and NaN times
-    zero is NaN. So the next owner of such a page may fail too.
-
-    Attributes:
-        reasons: uid -> error.
-    """
-
-    def __init__(self, table: RowTable, kv_pool: KVPool) -> None:
-        self.reasons: dict[int, str] = {}
-        self._table = table
-        self._kv_pool = kv_pool
-        self._poisoned: set[int] = set()  # uids whose pages may contain non-finite numbers
-
-    def add(self, uid: int, reason: str, *, is_poisoned: bool = False) -> None:
-        """Add a failed request. is_poisoned: its pages may contain non-finite numbers."""
-        self.reasons.setdefault(uid, reason)
-        if is_poisoned:
-            self._poisoned.add(uid)
-
-    def close(self, uid: int) -> None:
-        """Remove a request here and from the table, and clean its pages if needed. An unknown uid is ignored."""
-        self.reasons.pop(uid, None)
-        if uid in self._poisoned:
-            self._poisoned.discard(uid)
-            self._kv_pool.clean(self._table.pages(uid))
-        self._table.close(uid)
-
-    def clean_after_step(self, indices: dict[int, int], token_ids: Tensor, closed: list[int]) -> None:
-        """Clean the pages of closed requests if they fail in the step in flight.
-
-        The device decides after the step which pages it cleans. The host knows the failed rows too late: the pages may
-        then belong to another request.
-
-        Args:
-            indices: uid -> index in ``token_ids``, of the rows of the step.
-            token_ids: [S] the result of the step on the device; negative for a failed row.
-            closed: uids of the closed requests.
-        """
-        pages = {indices[uid]: self._table.pages(uid) for uid in closed if uid in indices}
-        if pages:
-            self._kv_pool.clean_failed(pages, token_ids, self._table.upload)

@@ -34,9 +34,9 @@ class NgramProposer:
         self._num_indexed = 0
         self._ends: dict[int, dict[int, int]] = {size: {} for size in SIZES}  # size -> hash -> end (exclusive)
 
-    def propose(self, count: int, in_flight: Sequence[int] | None = None) -> list[int]:
-        """Return the newest token, and the ``count`` tokens that followed the latest earlier occurrence of the last
-        tokens. Empty: there is no such occurrence.
+    def propose(self, count: int, in_flight: Sequence[int] | None = None) -> tuple[int, list[int]]:
+        """Return the newest token and, as drafts after it, the ``count`` tokens that followed the latest earlier
+        occurrence of the last tokens. No drafts: there is no such occurrence.
 
         The longest n-gram that occurred before decides. If fewer tokens followed it, they are repeated, because the
         text then has this period.
@@ -57,8 +57,9 @@ class NgramProposer:
                     while num_sampled < len(in_flight) and in_flight[num_sampled] == following[num_sampled]:
                         num_sampled += 1
                     num_sampled += 1
-                return [last[-1], *following][num_sampled : num_sampled + 1 + count]
-        return []
+                newest = following[num_sampled - 1] if num_sampled else last[-1]
+                return newest, following[num_sampled : num_sampled + count]
+        return -1, []
 
     def _update_index(self) -> None:
         """Add the n-grams that end before the last token. ``propose`` looks up the n-grams that end with it. After

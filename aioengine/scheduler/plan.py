@@ -37,9 +37,10 @@ class Row(Struct, array_like=True, gc=False):
         vector. DISTRIBUTION: return logprobs of the next token, but no token. NOTHING: only write KV, for a chunk of a
         prompt.
     new_pages: pages appended to the page table of the request since its last row.
-    num_drafts: the last positions of the row that are drafts.
-    drafts: the newest token before the drafts, then the drafts; empty: the runner proposes them. If a step in flight
-        still samples the newest token, this is the token that it is expected to sample.
+    num_drafts: number of drafts, at the last positions of the row.
+    drafts: the drafts, if they are n-grams; empty: the runner proposes them.
+    expected_id: the token before ``drafts``, which a step in flight may still sample. If it samples another token, the
+        drafts are left out.
     """
 
     uid: int
@@ -50,6 +51,7 @@ class Row(Struct, array_like=True, gc=False):
     new_pages: list[int] = []
     num_drafts: int = 0
     drafts: list[int] = []
+    expected_id: int = -1
 
 
 class NewRow(Struct, array_like=True, gc=False):

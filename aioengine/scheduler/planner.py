@@ -152,18 +152,17 @@ class Planner:
         if self._settings.depth and submit.sampling.grammar is not None:
             return 0  # a step in flight may sample a forced token again
         if num_unknown := request.num_tokens - len(request.token_ids):
-            in_flight = request.drafts[1:] if request.num_drafts else []
+            in_flight = request.drafts if request.num_drafts else []
             if num_unknown > 1 + len(in_flight):  # of several steps in flight
                 return 0
         if request.ngrams is None:
             # embeddings have no ids, and images have ids only for the prefix cache
             first = max((image.start + image.num_tokens for image in submit.media), default=0)
             request.ngrams = NgramProposer(request.token_ids, first=request.num_prompt if submit.embeds else first)
-        request.drafts = request.ngrams.propose(count, in_flight)
+        request.expected_id, request.drafts = request.ngrams.propose(count, in_flight)
         if not request.drafts:
             request.acceptance.note(0, 0)
-            return 0
-        return len(request.drafts) - 1
+        return len(request.drafts)
 
     def _row_of_several_tokens(self, request: Request, flight: Flight, num_drafts: int) -> Row | None:
         """Return a row for the forced tokens of a request, or its newest token, and up to ``num_drafts`` drafts after
@@ -172,14 +171,10 @@ class Planner:
         The row has at least one token. It leaves an eighth of the token budget to prompts, and its drafts half of the
         budget while requests wait. Drafts preempt no request.
         """
-        left = (
-            self._settings.chunk_tokens
-            - self._settings.chunk_tokens // 8
-            - len(self._requests.running)
-            - flight.num_chunk_tokens
-        )
+        chunk_tokens = self._settings.chunk_tokens
+        budget = chunk_tokens - chunk_tokens // 8 - len(self._requests.running) - flight.num_chunk_tokens
         start = request.num_computed
-        end = min(request.num_tokens, start + max(left, 1))
+        end = min(request.num_tokens, start + max(budget, 1))
         pages: list[int] = []
         while request.allocation.capacity < end:
             new_pages = self._grow(request)
@@ -194,16 +189,17 @@ class Planner:
         if request.has_forced:
             return Row(request.uid, start, end - start, NOTHING, token_ids, pages)
         if self._requests.waiting:
-            left -= self._settings.chunk_tokens // 2
-        num_drafts = max(0, min(num_drafts, left - (end - start), request.next_limit - 1 - end))
+            budget -= chunk_tokens // 2
+        num_drafts = max(0, min(num_drafts, budget - (end - start), request.next_limit - 1 - end))
         while (capacity := request.allocation.capacity) < end + num_drafts:
             new_pages = self._requests.cache.grow(request.allocation)
             if new_pages is None:
                 num_drafts = capacity - end
             else:
                 pages += new_pages
-        request.drafts = request.drafts[: 1 + num_drafts] if num_drafts else []
-        return Row(request.uid, start, end - start + num_drafts, TOKENS, token_ids, pages, num_drafts, request.drafts)
+        drafts = request.drafts = request.drafts[:num_drafts]
+        count = end - start + num_drafts
+        return Row(request.uid, start, count, TOKENS, token_ids, pages, num_drafts, drafts, request.expected_id)
 
     def _grow(self, request: Request) -> list[int] | None:
         """Allocate pages for the next position, preempting other requests if none is left. Return None if the request

@@ -85,7 +85,7 @@ class Request:
     num_drafts: drafts of its rows in flight. Until they are accepted, ``num_tokens`` and ``num_computed`` are upper
         bounds.
     acceptance: of its drafts; None: it had none.
-    ngrams: looks up its drafts; None: it had none. drafts: ``Row.drafts`` of its newest row with drafts.
+    ngrams: looks up its drafts; None: it had none. drafts, expected_id: as in ``Row``, of its newest n-gram.
     admitted_at: time of its first admission. num_cached: prompt tokens that it took from the prefix cache then.
     num_charged: tokens charged to its tenant. is_text_open: whether its first token was reported.
     """
@@ -105,6 +105,7 @@ class Request:
         self.acceptance: Acceptance | None = None
         self.ngrams: NgramProposer | None = None
         self.drafts: list[int] = []
+        self.expected_id = -1
         self.short_length = short_length
         self.max_tokens = max_tokens
         self.next_limit = min(max_tokens, short_length + 1) if self.num_tokens <= short_length else max_tokens

@@ -88,8 +88,7 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def apply(self, result: StepResult, now: float) -> StepOutput:
-        """Process the result of the oldest plan in flight. ``SchedulerCore`` checks first that it has one entry for
-        each row with outputs.
+        """Process the result of the oldest plan in flight, which has one entry for each row with outputs.
 
         Return the accepted tokens and all events since the last call.
         """
@@ -269,11 +268,6 @@ class Scheduler:
             num_pinned_pages=cache.num_pinned,
             step_ended_at=self._applied_at,
         )
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless free, cached and owned pages add up. Cheap if no request runs."""
-        self.cache.check_integrity(request.allocation for request in self.requests.running)
-        self.requests.adapters.check_integrity()
 
 
 def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:

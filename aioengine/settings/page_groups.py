@@ -7,6 +7,7 @@ attend to, and frees older ones.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -69,11 +70,9 @@ class PageGroups(Struct, frozen=True, kw_only=True):
         """Return the tokens, in whole pages, of requests of ``context_length`` that fit into ``num_pages`` pages."""
         length = -(-context_length // self.page_size)
         num_requests, left = divmod(num_pages, self.pages_for(context_length))
-        low, high = 0, length
-        while low < high:  # find the longest request that fits into the rest
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.pages_for(middle * self.page_size) <= left else (low, middle - 1)
-        return (num_requests * length + low) * self.page_size
+        # the longest request that fits into the rest
+        longest = bisect_right(range(1, length + 1), left, key=lambda pages: self.pages_for(pages * self.page_size))
+        return (num_requests * length + longest) * self.page_size
 
     def pages_in(self, num_tokens: int, context_length: int) -> int:
         """Return the pages for ``num_tokens`` tokens of requests of ``context_length``: inverse of ``tokens_in``."""

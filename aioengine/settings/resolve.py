@@ -177,7 +177,7 @@ def _rank_settings(config: EngineConfig, model: ModelFacts) -> RankSettings | No
         raise ValueError(f"tp_size={num_ranks} does not work for this model: {model.rank_sizes}; allowed: {counts}")
     if config.draft_model is not None and config.draft_model.draft_head:
         wanted = f"speculative_algorithm={config.speculation.algorithm!r}"
-        raise ValueError(f"tp_size={num_ranks} does not work with {wanted} yet; 'NGRAM' and 'STANDALONE' work")
+        raise ValueError(f"tp_size={num_ranks} does not work with {wanted} yet; allowed: 'NGRAM', 'STANDALONE'")
     return RankSettings(size=num_ranks)
 
 
@@ -201,7 +201,7 @@ def _num_parameters(model: ModelFacts) -> int:
 
 def _device(config: EngineConfig, device: DeviceFacts) -> str:
     if config.device.name == "cuda" and not device.num_gpus:
-        raise ValueError("device='cuda' is not available: this machine has no NVIDIA GPU; device='cpu' works")
+        raise ValueError("device='cuda' is not available: this machine has no NVIDIA GPU; allowed: 'cpu'")
     if config.device.name != "auto":
         return config.device.name
     return "cuda" if device.num_gpus and device.has_triton else "cpu"
@@ -222,9 +222,9 @@ def _attention_backend(config: EngineConfig, model: ModelFacts, dtype: str, *, i
         raise ValueError(f"attention_backend={wanted!r} is for the CPU, and this engine would run on a GPU")
     if wanted in {"flashinfer", "torch"} and is_invariant:
         deterministic = "enable_deterministic_inference on a GPU"
-        raise ValueError(f"attention_backend={wanted!r} does not work with {deterministic}; 'auto' and 'triton' work")
+        raise ValueError(f"attention_backend={wanted!r} does not work with {deterministic}; allowed: 'auto', 'triton'")
     if wanted == "flashinfer" and model.is_latent:
-        raise ValueError("attention_backend='flashinfer' has no latent attention; 'triton', 'torch' and 'auto' work")
+        raise ValueError("attention_backend='flashinfer' has no latent attention; allowed: 'triton', 'torch', 'auto'")
     if is_on_gpu and wanted == "auto":
         return "triton" if dtype == "float32" or is_invariant or model.is_latent else "flashinfer"
     if wanted in {"auto", "fused"}:
@@ -256,7 +256,7 @@ def _model_settings(config: EngineConfig, model: ModelFacts, dtype: str) -> Mode
     wanted = stored if config.model.load_format == "auto" else config.model.load_format
     if wanted not in {stored, "dummy"}:
         kind = "is a GGUF file" if stored == "gguf" else "is no GGUF file"
-        raise ValueError(f"load_format={wanted!r}, but {model.path!r} {kind}; load_format='auto' works")
+        raise ValueError(f"load_format={wanted!r}, but {model.path!r} {kind}; allowed: 'auto'")
     wanted_method = config.model.quantization
     quantization = wanted_method if wanted_method in METHODS and not model.is_quantized else ""
     group_size = config.model.quantization_group_size
@@ -288,10 +288,10 @@ def _kv_dtype(config: EngineConfig, model: ModelFacts, dtype: str, backend: str,
     if wanted in {"auto", dtype}:
         return None
     if not model.is_causal:
-        raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; 'auto' works")
+        raise ValueError(f"kv_cache_dtype={wanted!r}: this model has no KV cache; allowed: 'auto'")
     quantized_formats.check("kv_cache_dtype", wanted, "cuda" if is_on_gpu else "cpu")
     if is_on_gpu and model.is_latent and backend != "torch":
-        raise ValueError(f"kv_cache_dtype={wanted!r} does not work on a GPU with latent attention; 'auto' works")
+        raise ValueError(f"kv_cache_dtype={wanted!r} does not work on a GPU with latent attention; allowed: 'auto'")
     return wanted
 
 

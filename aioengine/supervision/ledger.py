@@ -250,7 +250,6 @@ class Ledger:
         self.finished: dict[int, list[int]] = {}
         self.controls = ControlCalls()
         self._requests: dict[int, OpenRequest] = {}
-        self._token_ids: dict[int, list[int]] = {}  # uid -> ``token_ids`` of the request
         self._quarantine = Quarantine()
         self._has_progress = True  # a token was delivered since a request ended because of its crashes
         self._ended: list[End] = []
@@ -278,7 +277,6 @@ class Ledger:
                     if (earlier := message.continuation) is not None:  # the request began in another replica
                         request.token_ids = earlier.token_ids.copy()
                         request.first_token, request.num_preemptions = earlier.first_token, earlier.num_preemptions
-                    self._token_ids[uid] = request.token_ids
                     if self.is_connected and self._quarantine.retried is None:
                         request.is_sent = True
                         due.append(message)
@@ -366,16 +364,18 @@ class Ledger:
             if (request := self._requests.get(first_token.uid)) is not None:
                 request.first_token = first_token
         tokens = chunks.tokens
-        for known, token_id in zip(map(self._token_ids.get, tokens.uid_of_each()), tokens.token_ids, strict=True):
-            if known is not None:
-                known.append(token_id)
+        for request, token_id in zip(map(self._requests.get, tokens.uid_of_each()), tokens.token_ids, strict=True):
+            if request is not None:
+                request.token_ids.append(token_id)
         for uid in chunks.preempted:
             if (request := self._requests.get(uid)) is not None:
                 request.num_preemptions += 1
         for end in chunks.ended[-NUM_FINISHED:]:
-            token_ids = self._token_ids.get(end.uid)
-            if end.code in (FinishCode.STOP, FinishCode.LENGTH) and token_ids and len(token_ids) <= MAX_FINISHED_TOKENS:
-                self.finished[end.uid] = token_ids
+            request = self._requests.get(end.uid)
+            if request is None or end.code not in (FinishCode.STOP, FinishCode.LENGTH):
+                continue
+            if 0 < len(request.token_ids) <= MAX_FINISHED_TOKENS:
+                self.finished[end.uid] = request.token_ids
                 if len(self.finished) > NUM_FINISHED:
                     del self.finished[next(iter(self.finished))]
         for end in chunks.ended:
@@ -455,7 +455,6 @@ class Ledger:
         quarantined, self._quarantine = self._quarantine.requests, Quarantine()
         messages = self._release()
         self._requests.clear()
-        self._token_ids.clear()
         return messages, quarantined
 
     def adopt(self, quarantined: Mapping[int, int]) -> None:
@@ -487,5 +486,4 @@ class Ledger:
 
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)
-        self._token_ids.pop(uid, None)
         self._quarantine.requests.pop(uid, None)

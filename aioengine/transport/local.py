@@ -16,18 +16,21 @@ MAX_FRAMES = 10_000
 
 
 class LocalReceiver:
-    """Receives the frames of its ``LocalSender``s. One task may read it. frames: unread frames."""
+    """Receives the frames of its ``LocalSender``s. One task may read it.
+
+    frames: unread frames. has_frames: wakes ``receive``.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.frames: deque[bytes] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self.has_frames = asyncio.Event()
         self._decoder = FrameDecoder(epoch, time.monotonic)
 
     async def receive(self) -> list[Message]:
         """Return the messages of unread frames in order. Wait until there are any."""
         while not (messages := self.drain()):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self.has_frames.clear()
+            await self.has_frames.wait()
         return messages
 
     def drain(self) -> list[Message]:
@@ -37,11 +40,6 @@ class LocalReceiver:
             with contextlib.suppress(BadFrameError):  # as over ZMQ: the decoder notices that a frame is missing
                 messages += self._decoder.decode(self.frames.popleft())
         return messages
-
-    def wake(self) -> None:
-        """End the wait of ``receive``."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     def begin(self, epoch: int) -> None:
         """Drop unread and later frames of other epochs."""
@@ -68,11 +66,8 @@ class LocalSender:
         if len(frames) >= MAX_FRAMES:
             raise BacklogFullError(f"the other end has not read for too long: {len(frames)} frames wait for it")
         frames.append(self._encoder.encode(messages))
-        self._receiver.wake()
+        self._receiver.has_frames.set()
 
     def begin(self, epoch: int) -> None:
         """Send later frames in this epoch."""
         self._encoder.begin(epoch)
-
-    def close(self) -> None:
-        """Does nothing: there is nothing to release."""

@@ -148,10 +148,6 @@ class PullSocket:
         """Drop unread and later frames of other epochs."""
         self._decoder.begin(epoch)
 
-    def bind(self, endpoint: str) -> None:
-        """Accept connections at an endpoint from now on."""
-        self._socket.bind(endpoint)
-
     def attach(self, endpoint: str | SecureEndpoint) -> str:
         """Also receive from a sender that listens at this endpoint, or from another machine. Return its address."""
         return attach(self._socket, endpoint)
@@ -187,7 +183,7 @@ class ZmqReceiver(PullSocket):
     def __init__(self, context: Context, endpoint: str, epoch: int, *, wake_fd: int | None = None) -> None:
         """wake_fd: a descriptor that also ends a wait when it is readable."""
         super().__init__(context, epoch)
-        self.bind(endpoint)
+        self._socket.bind(endpoint)
         self._watched: list[tuple[zmq.Socket[bytes] | int, int]] = [(self._socket, zmq.POLLIN)]
         if wake_fd is not None:
             self._watched.append((wake_fd, zmq.POLLIN))

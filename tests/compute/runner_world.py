@@ -29,8 +29,9 @@ from aioengine.runner.build import build
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.ticket import Ticket
 from aioengine.scheduler.core import SchedulerCore
-from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import DraftSettings, ModelSettings
+from tests.kit.checked_scheduler import CheckedScheduler
+from tests.kit.integrity import check_scheduler
 from tests.kit.settings import small_settings
 from tests.kit.tiny_sizes import CONTEXT_LENGTH, SIZES, VOCAB_SIZE
 
@@ -161,7 +162,7 @@ class World:
         self.runner: ModelRunner = build(self.settings, lambda _: None)
         num_pages, page_size = self.runner.facts["num_pages"], self.settings.memory.page_size
         assert isinstance(num_pages, int)
-        scheduler = Scheduler(
+        scheduler = CheckedScheduler(
             self.settings.scheduler,
             num_pages=num_pages,
             page_size=page_size,
@@ -212,7 +213,7 @@ class World:
     def run(self) -> None:
         while self.core.has_work:
             self.step()
-        self.core.scheduler.check_integrity()
+        check_scheduler(self.core.scheduler)
 
     def answers(
         self, prompts: list[list[int]], samplings: list[Sampling] | None = None, *, max_new_tokens: int = 12

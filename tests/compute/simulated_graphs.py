@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aioengine.attention._base import ForwardBatch
+from aioengine.attention._base import CascadeLimits, ForwardBatch
 from aioengine.attention.torch import TorchAttention
 from aioengine.runner.graphs import decode_graphs
+from aioengine.runner.graphs.decode_inputs import LAST_LENGTHS, POSITIONS, REJECTED, SLOTS, TABLES, TARGETS
 from aioengine.runner.request_row import SampledRows
 from aioengine.runner.rows import SAMPLING_RECORD
 from aioengine.runner.sampling.sampler import FAILED, Sampler
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import pytest
     from torch import Tensor
 
-    from aioengine.attention._base import AttentionShape, DecodeBuffers, Ints
+    from aioengine.attention._base import AttentionShape, DecodeBuffers, SharedPages
+    from aioengine.kernels.arrays import Ints32
     from aioengine.kernels.triton.sampling import Draws
     from aioengine.runner.model_runner import ModelRunner
 
@@ -36,15 +38,16 @@ class FixedRows(TorchAttention):
         self.most_tokens = buffers.most_tokens
         self._num_rows = num_rows
         self._buffers = buffers
-        self._tables = np.arange(num_rows + 1)
+        self._tables = np.arange(num_rows + 1, dtype=np.int32)
+        self._shared: list[list[int]] = [[]] * num_rows  # pages before the pages in the buffers
 
-    def plan_capture(self, kv_lengths: Ints) -> None:
+    def plan_capture(self, kv_lengths: Ints32) -> None:
         self._buffers.starts.copy_(torch.arange(self._num_rows + 1))
         self._buffers.last_lengths.copy_(torch.from_numpy(kv_lengths))
         self._buffers.page_ids[: self._num_rows].zero_()
 
-    def plan(self, starts: Tensor, last_lengths: Tensor, tables: Ints | None = None) -> None:
-        self._tables = np.arange(self._num_rows + 1) if tables is None else tables
+    def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
+        self._tables = np.arange(self._num_rows + 1, dtype=np.int32) if tables is None else tables
 
     def target(self, layer: int) -> Any:
         if not layer:
@@ -54,10 +57,11 @@ class FixedRows(TorchAttention):
     def _read(self) -> None:
         buffers, starts = self._buffers, self._buffers.starts.tolist()
         table_of_row = np.repeat(np.arange(len(self._tables) - 1), np.diff(self._tables))
-        counts = np.diff(starts)[table_of_row]
+        counts = np.diff(starts)[table_of_row] + np.array([len(shared) for shared in self._shared])
         pages = torch.zeros(self._num_rows, counts.max(), dtype=torch.int32)
         for row, (table, count) in enumerate(zip(table_of_row.tolist(), counts.tolist(), strict=True)):
-            pages[row, :count] = buffers.page_ids[starts[table] : starts[table] + count]
+            own = buffers.page_ids[starts[table] : starts[table + 1]]
+            pages[row, :count] = torch.cat((torch.tensor(self._shared[row], dtype=torch.int32), own))
         kv_lengths = (counts - 1) * self.page_size + buffers.last_lengths.numpy()
         self.prepare(
             ForwardBatch(
@@ -67,6 +71,17 @@ class FixedRows(TorchAttention):
                 kv_lengths=kv_lengths.tolist(),
             )
         )
+
+
+class FixedSharedRows(FixedRows):
+    """Implements ``FixedCascade``."""
+
+    def plan_shared(self, pages: SharedPages) -> None:
+        first_row, first_page, self._shared = 0, 0, [[]] * self._num_rows
+        for end, num_pages in zip(pages.row_ends.tolist(), pages.num_pages.tolist(), strict=True):
+            shared = pages.page_ids[first_page : first_page + num_pages].tolist()
+            self._shared[first_row:end] = [shared] * (end - first_row)
+            first_row, first_page = end, first_page + num_pages
 
 
 class CapturableTorch(TorchAttention):
@@ -83,6 +98,15 @@ class CapturableTorch(TorchAttention):
             out.copy_(self.attend(q, k, v, layer).view_as(out))
 
         return attend
+
+
+class CascadeTorch(CapturableTorch):
+    """Implements ``CascadeAttention``."""
+
+    cascade_limits = CascadeLimits(min_rows=3, min_saved=1, max_groups=3)
+
+    def fixed_cascade(self, num_rows: int, buffers: DecodeBuffers) -> FixedSharedRows:
+        return FixedSharedRows(self._shape, self._pool, num_rows, buffers)
 
 
 class Kernels:
@@ -123,17 +147,18 @@ def move_rows(
 ) -> None:
     """Replaces ``kernels.triton.drafts.move_rows``."""
     starts, page_ids = pages
-    is_exact = columns[-1] < 0
-    later = rejected[torch.where(is_exact, -1 - columns[-1], columns[-1]).long()]
+    later = rejected[columns[REJECTED].long()]
     columns[sampled] -= later
-    columns[4] = torch.where(is_exact & (columns[1] + 1 + lag != columns[sampled]), -1, columns[4])
+    is_exact = columns[TABLES] < 0
+    is_last = columns[POSITIONS] + 1 + lag == columns[sampled]
+    columns[TARGETS] = torch.where(is_exact & ~is_last, -1, columns[TARGETS])
     later = torch.where(is_exact, 0, later)
-    for index in (1, 3):
+    for index in (POSITIONS, LAST_LENGTHS):
         columns[index] -= later
-    tables = columns[-2].long()
-    indices = (starts[tables + 1] - starts[tables] - 1) * page_size + columns[3] - 1
+    tables = columns[TABLES].clamp(min=0).long()
+    indices = (starts[tables + 1] - starts[tables] - 1) * page_size + columns[LAST_LENGTHS] - 1
     slots = page_ids[(starts[tables] + indices // page_size).long()] * page_size + indices % page_size
-    columns[2] = torch.where(later > 0, slots, columns[2])
+    columns[SLOTS] = torch.where(later > 0, slots, columns[SLOTS])
 
 
 class SimulatedGraphs(decode_graphs.DecodeGraphs):
@@ -167,13 +192,13 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
         return decode_graphs._Graph(size, SimpleNamespace(replay=replay), attention, hidden, token_ids, address)  # type: ignore[arg-type]
 
 
-def capture(runner: ModelRunner, max_rows: int) -> None:
-    """Capture the graphs of a runner, after ``simulate_graphs``."""
+def capture(runner: ModelRunner, max_rows: int, kind: type[TorchAttention] = CapturableTorch) -> None:
+    """Capture the graphs of a runner, after ``simulate_graphs``. kind: of the attention."""
     proposer = runner._proposer
     model = None if proposer is None else proposer._model
     for attention in (runner._attention, None if model is None else model._parts.attention):
         if attention is not None:
-            attention.__class__ = CapturableTorch  # type: ignore[assignment]
+            attention.__class__ = kind  # type: ignore[assignment]
     runner.capture_graphs(max_rows, lambda *_: None)
 
 

@@ -20,12 +20,13 @@ from aioengine.protocol.messages import (
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.plan import TOKENS
 from aioengine.scheduler.request import Gate
-from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel, FakeRunner, FakeTicket
 from tests.core.ranked_runner import RankedFakeRunner
 from tests.core.windowed_runner import WindowedFakeRunner
+from tests.kit.checked_scheduler import CheckedScheduler
 from tests.kit.fake_reference import reference_output, reference_vector
+from tests.kit.integrity import check_scheduler
 from tests.kit.settings import small_settings
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class World:
         self.runner = WatchedRunner(
             runner, gives_one=self.model.tokens_per_step == "1" and not self.settings.max_drafts
         )
-        self.scheduler = Scheduler(
+        self.scheduler = CheckedScheduler(
             self.settings, num_pages=self.num_pages, page_size=self.page_size, windows=self.windows
         )
         self.core: SchedulerCore[FakeTicket] = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
@@ -185,12 +186,12 @@ class World:
         self.num_never_told += stats.num_finished + stats.num_aborted - len(self.ended) - len(self.stopped)
         self.opened = {uid: opened for uid, opened in self.opened.items() if uid in self.ended}
         self.core.forget_all()
-        self.core.scheduler.check_integrity()
+        check_scheduler(self.core.scheduler)
 
     def step(self) -> StepOutput | None:
         output = self.core.step(self.now)
         self.now += 1.0
-        self.core.scheduler.check_integrity()
+        check_scheduler(self.core.scheduler)
         if output is not None:
             self._take(output)
         return output

@@ -14,6 +14,7 @@ from aioengine.settings.config import SchedulerSettings
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults, InjectedFault
 from tests.core.core_world import MODEL, NO_EOS, World, settings_of, submit_of
+from tests.kit.integrity import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -221,7 +222,7 @@ def test_an_abort_frees_all_pages_at_once_in_every_state(depth: int, num_steps: 
     assert world.ended == ({} if code is FinishCode.STOP else world.ended)
     if code is not FinishCode.STOP:
         assert [(one.code, one.message) for one in world.ended.values()] == [(code, "why")] * 4
-    world.core.scheduler.check_integrity()
+    check_scheduler(world.core.scheduler)
 
 
 @DEPTHS

@@ -205,4 +205,4 @@ def test_only_rows_with_a_repeated_ngram_have_drafts(depth: int) -> None:
     assert {row.uid for row in rows if row.num_drafts} == {1, 3}
     for row in rows:
         assert row.count == 1 + row.num_drafts
-        assert row.drafts == ([0] * row.count if row.num_drafts else [])  # and no key of an image
+        assert row.drafts == [0] * row.num_drafts  # and no key of an image

@@ -16,6 +16,7 @@ from aioengine.scheduler.request import Gate
 from aioengine.testing.fake_runner import FakeRunner
 from aioengine.testing.faults import Faults
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+from tests.kit.integrity import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -134,7 +135,7 @@ def test_a_result_without_the_vector_fails_that_request() -> None:
     output = world.scheduler.apply(StepResult(TokenColumns([1], [], [0])), 0.0)
     (ended,) = output.ended
     assert (ended.code, ended.message) == (FinishCode.FAILED, "the runner returned no vector")
-    world.core.scheduler.check_integrity()
+    check_scheduler(world.core.scheduler)
 
 
 def test_fake_runner_refuses_rows_of_the_wrong_kind() -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from aioengine.protocol.messages import FinishCode, Limits, Submit
 from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+from tests.kit.integrity import check_scheduler
 
 
 def world_of(num_pages: int, depth: int = 0) -> World:
@@ -104,7 +105,7 @@ def test_random_sessions_change_no_token_and_leave_no_page(seed: int, depth: int
             living = sorted(world.submitted.keys() - world.ended.keys() - world.stopped)
             world.abort(living[:1], rng.choice([FinishCode.ABORT, FinishCode.STOP]))
         world.step()
-        world.scheduler.check_integrity()
+        check_scheduler(world.scheduler)
     for session in range(5):
         world.core.requests.close_session(session)
     assert num_pinned(world) == 0

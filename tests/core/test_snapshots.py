@@ -17,6 +17,7 @@ from aioengine.scheduler.scheduler import Scheduler
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults
 from tests.core.core_world import MODEL, NO_EOS, WatchedRunner, World, random_requests, settings_of, submit_of
+from tests.kit.integrity import check_scheduler
 
 if TYPE_CHECKING:
     from aioengine.scheduler.plan import StepPlan
@@ -149,7 +150,7 @@ def test_random_workloads_give_the_reference_tokens(depth: int, storm: Storm, fa
     for session in (1, 2):
         world.core.requests.close_session(session)
     world.check_all_over()
-    world.core.scheduler.check_integrity()
+    check_scheduler(world.core.scheduler)
     snapshots = world.scheduler.cache.snapshots
     assert snapshots is None or len(snapshots._ids) == 0
 

@@ -186,32 +186,6 @@ def test_results_of_an_aborted_request_are_dropped_with_their_extras(depth: int)
     world.check_all_over()
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        TokenColumns(),
-        TokenColumns([1], [7]),
-        TokenColumns([2, 1], [7, 7]),
-        TokenColumns([1, 2, 3], [7, 7, 7]),
-        TokenColumns([1, 3], [7], [1, 0]),
-    ],
-)
-def test_a_result_with_other_rows_than_its_plan_fails_the_step(
-    tokens: TokenColumns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = world_of("1")
-    world.submit(submit_of(1, [5, 6]), submit_of(2, [7, 8]))
-    monkeypatch.setattr(world.runner, "collect", lambda _: StepResult(tokens))
-    output = world.core.step(0.0)
-    assert output is not None
-    assert [(ended.uid, ended.code) for ended in output.ended] == [(1, FinishCode.FAILED), (2, FinishCode.FAILED)]
-    assert "ValueError: the runner returned rows of the requests" in output.ended[0].message
-    monkeypatch.undo()
-    world.submit(submit_of(3, [5, 6]))
-    world.run()
-    assert world.outputs[3] == world.reference(3)
-
-
 def test_rows_can_be_added_iterated_and_limited() -> None:
     tokens = TokenColumns(extras=[extra_of(1, 0, 5), extra_of(2, 4, 6)])
     tokens.add(1, [5])

@@ -16,6 +16,7 @@ from aioengine.settings.page_groups import PageGroups
 from aioengine.testing.fake_runner import FakeModel
 from aioengine.testing.faults import Faults
 from tests.core.core_world import MODEL, NO_EOS, World, random_requests, settings_of, submit_of
+from tests.kit.integrity import num_owned
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def test_a_long_request_keeps_only_the_pages_in_its_window() -> None:
     most = 0
     while world.core.has_work:
         world.step()
-        most = max([most, *(one.allocation.num_owned for one in world.core.requests.running)])
+        most = max([most, *(num_owned(one.allocation) for one in world.core.requests.running)])
     world.check_all_over()
     assert most <= (16 + 32) // 4 + 2
 

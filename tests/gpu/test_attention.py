@@ -159,7 +159,7 @@ def test_fixed_decode_rows_against_torch(
         starts.copy_(host_starts)
         host_last = torch.tensor(lengths, dtype=torch.int32) - (torch.tensor(pages, dtype=torch.int32) - 1) * PAGE_SIZE
         last_lengths.copy_(host_last)
-        fixed.plan(host_starts, host_last)
+        fixed.plan(host_starts.numpy(), host_last.numpy())
         heads = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=torch.bfloat16)
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         expected = write_and_attend(reference, q.float(), k.float(), v.float(), 0)

@@ -65,7 +65,7 @@ def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
     starts.copy_(host_starts)
     last_lengths.copy_(host_last)
     page_ids[: int(host_starts[-1])] = torch.tensor([page for pages in own for page in pages], dtype=torch.int32)
-    cascade.plan(host_starts, host_last)
+    cascade.plan(host_starts.numpy(), host_last.numpy())
     shared = np.array(first + second, dtype=np.int32)
     cascade.plan_shared(SharedPages(np.array([3, 5], np.int32), np.array([40, 7], np.int32), shared))
     heads = torch.randn(num_rows, num_heads + 2 * num_kv_heads, 128, device="cuda", dtype=torch.bfloat16)

@@ -91,7 +91,7 @@ def test_fixed_decode_rows_match_torch(name: str) -> None:
         max_pages=NUM_PAGES,
     )
     fixed = importlib.import_module(f"aioengine.attention.{name}").PLUGIN(shape, pool).fixed_decode(num_rows, buffers)
-    fixed.plan(starts, last_lengths)
+    fixed.plan(starts.numpy(), last_lengths.numpy())
     heads = torch.randn(num_rows, 48, 128, device=CUDA, dtype=torch.bfloat16)
     q, k, v = heads.split((32, 8, 8), dim=1)
     result, expected = (

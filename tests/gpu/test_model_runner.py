@@ -205,9 +205,9 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], backend: str, row
     other = on_device(make_batch(long, [list(range(1, 17)), list(range(17, 33))], 16), device)
     other_inputs = on_device(make_inputs(ours, long), device)
     for _ in range(2):
-        graphs.replay(other_inputs, other)
+        graphs.replay(other_inputs, other, len(long))
         pool.copy_(before)
-        found = graphs.replay(inputs, batch)
+        found = graphs.replay(inputs, batch, len(rows))
     assert pool[:, :, 0].isfinite().all(), "padding goes on to be multiplied by zero"
     assert found.shape == expected.shape
     if is_exact:

@@ -104,9 +104,8 @@ class CallIds:
         return not call.ids
 
     def _free(self, rid: str, call: Call) -> None:
-        if (owner := self._owners.get(rid)) is not None and owner[0] is not call:
-            return
-        self._owners.pop(rid, None)
+        if (owner := self._owners.get(rid)) is not None and owner[0] is call:
+            del self._owners[rid]
 
 
 def _rows(call: Call, prompt_index: int) -> tuple[range, tuple[int, ...]]:

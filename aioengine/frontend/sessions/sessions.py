@@ -370,14 +370,11 @@ class Sessions:
 
     def _release_images(self, turn: Turn) -> None:
         """Release the images of a turn that has ended and is dropped."""
-        images, media = turn.session.images, turn.media
+        session, before = turn.session, set(turn.session.images)
+        session.images -= Counter(image.content for image in turn.media)  # without images that no turn has
         turn.media = []
-        images.subtract(image.content for image in media)
-        if self._images is not None and media:
-            gone = {image.content for image in media if not images[image.content]}
-            for content in gone:
-                del images[content]
-            self._images.let_go(gone)
+        if self._images is not None:
+            self._images.let_go(before - session.images.keys())
 
     def _add(self, turn: Turn, parent: Turn) -> None:
         session = turn.session

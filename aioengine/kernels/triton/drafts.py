@@ -65,16 +65,14 @@ def _move_kernel(
     """Move one row. Columns 1 to 4: positions, slots, last lengths, targets."""
     row = columns + tl.program_id(0)
     position, slot, last_length, target = row + stride, row + 2 * stride, row + 3 * stride, row + 4 * stride
-    index = tl.load(row + INDEX * stride)
-    is_exact = index < 0
-    num_rejected = tl.load(rejected + tl.where(is_exact, -1 - index, index))
+    table, num_rejected = tl.load(row + (INDEX - 1) * stride), tl.load(rejected + tl.load(row + INDEX * stride))
     sampled = tl.load(row + SAMPLED * stride) - num_rejected
-    if is_exact:
+    if table < 0:
         tl.store(row + SAMPLED * stride, sampled)
         if tl.load(position) + 1 + LAG != sampled:
             tl.store(target, -1)
     elif num_rejected > 0:
-        start = starts + tl.load(row + (INDEX - 1) * stride)
+        start = starts + table
         first, length = tl.load(start), tl.load(last_length) - num_rejected
         last = (tl.load(start + 1) - first - 1) * PAGE_SIZE + length - 1  # the position within the page table
         tl.store(position, tl.load(position) - num_rejected)
@@ -93,8 +91,8 @@ def move_rows(
     and only the row of the last token that counts is sampled.
 
     Args:
-        columns: [C, B] int32, see ``decode_graphs``. The last two have the number of the page table of each row, and
-            its index in ``rejected``: i, or -1 - i for a row with an exact position.
+        columns: [C, B] int32, see ``decode_inputs``. The last two have the number of the page table of each row (-1:
+            its position is exact), and its index in ``rejected``.
         pages: starts [B + 1] of the page tables among the page ids, and page ids [P]. A last length may become
             negative: the row then ends on an earlier page.
         sampled: index of the column with the positions of sampled tokens.

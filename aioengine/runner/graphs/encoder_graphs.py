@@ -96,18 +96,13 @@ class EncoderGraphs:
         """Capture the sizes up to ``max_tokens``. ``report(num_captured, num_sizes)`` is called after each capture."""
         sizes = piece_ladder(max_tokens)
         pool = torch.cuda.graph_pool_handle()
-        captured: list[EncoderStep] = []
         for num_done, size in enumerate(reversed(sizes), 1):
-            captured.append(self._captured(size, pool))
+            self._steps.insert(0, self._captured(size, pool))
             report(num_done, len(sizes))
-        self._steps = captured[::-1]
 
     def find(self, num_rows: int, num_tokens: int) -> EncoderStep | None:
         """Return the smallest graph with at least this many rows and tokens; None: there is none."""
-        for step in self._steps:
-            if num_tokens <= step.num_tokens and num_rows <= step.num_rows:
-                return step
-        return None
+        return next((step for step in self._steps if num_tokens <= step.num_tokens and num_rows <= step.num_rows), None)
 
     def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> EncoderStep:
         num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)

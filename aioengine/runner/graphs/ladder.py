@@ -8,7 +8,7 @@ from aioengine.settings.resolve import PACKED
 _SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 
 
-def ladder(max_rows: int) -> list[int]:
+def decode_ladder(max_rows: int) -> list[int]:
     """Return the row counts with a CUDA graph, ascending up to ``max_rows``; empty for 0.
 
     Small counts are close together, because padding matters most there. From 16 rows on, padding is at most a quarter.
@@ -20,17 +20,6 @@ def ladder(max_rows: int) -> list[int]:
 
 
 _CASCADE_ROWS = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
-_PIECE = 256
-"""Tokens per tile of large matmuls."""
-MAX_SEEN_TOKENS = 8192
-"""Tokens of the largest step that is captured or warmed up. This limits the time of a start to seconds."""
-MAX_ENCODER_TOKENS = 2048
-"""Tokens of the largest encoder step that is captured. For larger steps, the device takes longer than the host needs to
-launch kernels.
-"""
-_WORK = 1e13
-"""Parameters times tokens of a step for which an H200 takes as long as the host needs to launch its kernels."""
 
 
 def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
@@ -39,10 +28,25 @@ def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
     return [*sizes, max_rows] if max_rows >= min_rows else []
 
 
+_PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+_PIECE = 256
+"""Tokens per tile of large matmuls."""
+
+
 def piece_ladder(max_tokens: int) -> list[int]:
     """Return the token counts with CUDA graphs in pieces, ascending up to ``max_tokens``; empty for 0."""
     sizes = [*_PIECES, *range(_PIECES[-1] + _PIECE, max_tokens, _PIECE)]
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
+
+
+MAX_SEEN_TOKENS = 8192
+"""Tokens of the largest step that is captured or warmed up. This limits the time of a start to seconds."""
+MAX_ENCODER_TOKENS = 2048
+"""Tokens of the largest encoder step that is captured. For larger steps, the device takes longer than the host needs to
+launch kernels.
+"""
+_WORK = 1e13
+"""Parameters times tokens of a step for which an H200 takes as long as the host needs to launch its kernels."""
 
 
 def longest_graph(settings: Settings, num_active: int) -> int:

@@ -2,10 +2,10 @@
 
 Launched kernel by kernel, such a step takes about as much host time as device time. A new token count takes several
 times as long, because libraries choose and load kernels and memory is allocated. So a step is padded to the next token
-count of a ladder. Padding tokens belong to no row; their keys and values go to the padding page. The operations between
-the attention of two layers are one graph. Attention is launched without a graph, only for the real tokens.
+count of a ladder (``PaddedInputs``). Padding tokens belong to no row; their keys and values go to the padding page.
 
-Graphs and attention exchange q, k, v and the attention outputs in buffers that all layers and sizes share.
+The operations between the attention of two layers are one graph. Attention is launched without a graph, only for the
+real tokens. Graphs and attention exchange q, k, v and the attention outputs in buffers that all layers and sizes share.
 
 T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value size, D model size, N pages, S page size.
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,60 +30,53 @@ from aioengine.runner.state_pool import StatePool, states_for_graph
 from aioengine.runner.timing import profiled
 
 
+@dataclass(eq=False, slots=True)
 class _GraphSplitter:
-    """Replaces attention during the capture: when a layer calls attention, one graph ends and the next begins."""
+    """Replaces attention during the capture: when a layer calls attention, one graph ends and the next begins.
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        kv_pool: list[tuple[Tensor, Tensor]],
-        slots: dict[int, Tensor],
-        heads: Tensor,
-        attended: Tensor,
-    ) -> None:
-        """
-        Args:
-            kv_pool: keys [N, K, S, E] and values [N, K, S, V] of each layer.
-            slots: layer -> KV slots [T].
-            heads: q, k and v as for ``split_heads``, written by graphs.
-            attended: [T, H, V], the attention outputs, read by graphs.
-        """
-        self._shape = shape
-        self._kv_pool = kv_pool
-        self._slots = slots
-        self._heads = heads
-        self._attended = attended
-        self._pool: torch.cuda._POOL_HANDLE | None = None
-        self._graphs: list[torch.cuda.CUDAGraph] = []  # of the running capture
+    Attributes:
+        kv_pool: keys [N, K, S, E] and values [N, K, S, V] of each layer.
+        slots: layer -> KV slots [T].
+        heads: q, k and v as for ``split_heads``, written by graphs.
+        attended: [T, H, V], the attention outputs, read by graphs.
+        pool: the memory pool of the graphs.
+        graphs: of the running capture.
+    """
+
+    shape: AttentionShape
+    kv_pool: list[tuple[Tensor, Tensor]]
+    slots: dict[int, Tensor]
+    heads: Tensor
+    attended: Tensor
+    pool: torch.cuda._POOL_HANDLE
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
 
     @contextmanager
-    def capture(self, pool: torch.cuda._POOL_HANDLE) -> Iterator[list[torch.cuda.CUDAGraph]]:
+    def capture(self) -> Iterator[list[torch.cuda.CUDAGraph]]:
         """Capture the operations inside as several graphs: one before the attention of each layer, and one at the end.
         Yields the list of graphs.
         """
-        graphs = self._graphs
-        self._pool = pool
         self._begin()
         try:
-            yield graphs
+            yield self.graphs
         finally:
-            graphs[-1].capture_end()
-            self._graphs = []
+            self.graphs[-1].capture_end()
+            self.graphs = []
 
     def target(self, layer: int) -> KVTarget:
-        keys, values = self._kv_pool[layer]
-        return KVTarget(self._slots[layer], keys, values, self._heads, self._shape.scales(layer))
+        keys, values = self.kv_pool[layer]
+        return KVTarget(self.slots[layer], keys, values, self.heads, self.shape.scales(layer))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """End a graph and begin the next. Return the memory [T, H * V] that attention writes between them."""
-        if self._graphs:
-            self._graphs[-1].capture_end()
+        if self.graphs:
+            self.graphs[-1].capture_end()
             self._begin()
-        return self._attended.flatten(1)
+        return self.attended.flatten(1)
 
     def _begin(self) -> None:
-        self._graphs.append(torch.cuda.CUDAGraph())
-        self._graphs[-1].capture_begin(pool=self._pool)
+        self.graphs.append(torch.cuda.CUDAGraph())
+        self.graphs[-1].capture_begin(pool=self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +112,7 @@ class PieceGraphs:
         self._max_outputs = max_outputs
         self._stream = torch.cuda.Stream(self._device)
         self._heads = self._attended = torch.empty(0)  # the buffers between graphs and attention
-        self._steps: dict[int, _Pieces] = {}  # ascending
+        self._steps: dict[int, _Pieces] = {}  # descending
         self._adapters = adapters
         self._steps_with_adapters: dict[int, _Pieces] = {}
 
@@ -130,45 +124,41 @@ class PieceGraphs:
         model, short, device, tiles = self._model, self._model.shortened(), self._device, self._adapters
         shape, sizes = model.attention_shape, piece_ladder(max_tokens)
         inputs = PaddedInputs.zeros(model, max_tokens, self._max_outputs, device, states=self._states)
-        heads_size = max_tokens, shape.num_input_heads, shape.query_size
-        self._heads = torch.zeros(heads_size, dtype=model.dtype, device=device)
-        attended_size = max_tokens, shape.num_heads, shape.output_size
-        self._attended = torch.zeros(attended_size, dtype=model.dtype, device=device)
+        zeros = partial(torch.zeros, max_tokens, dtype=model.dtype, device=device)
+        self._heads = zeros(shape.num_input_heads, shape.query_size)
+        self._attended = zeros(shape.num_heads, shape.output_size)
         adapters = None
         if tiles is not None:
             adapters = FixedTiles(max_tokens, tiles, device), FixedTiles(self._max_outputs, tiles, device)
         pool = torch.cuda.graph_pool_handle()
-        captured: dict[int, _Pieces] = {}
         for num_done, size in enumerate(reversed(sizes), 1):
             num_outputs = min(self._max_outputs, size)  # see ``fits``
             step = inputs.for_graph(size, num_outputs)
             slots = {layer: slots for slots, layers in zip(step.slots, self._groups, strict=True) for layer in layers}
-            splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size])
+            splitter = _GraphSplitter(shape, self._kv_pool, slots, self._heads[:size], self._attended[:size], pool)
             # Run the kernels once first: they must not be compiled or loaded during the capture.
             (model if size == max_tokens else short).forward(step.inputs, splitter)
-            captured[size] = self._captured(step, splitter, pool)
+            self._steps[size] = self._captured(step, splitter)
             if adapters is not None:
                 step = step.with_adapters(adapters)
                 with compile_only():
                     model.forward(step.inputs, splitter)
                 model.forward(step.inputs, splitter)
-                self._steps_with_adapters[size] = self._captured(step, splitter, pool)
+                self._steps_with_adapters[size] = self._captured(step, splitter)
             report(num_done, len(sizes))
-        self._steps = {size: captured[size] for size in sizes}
 
-    def fits(self, batch: ForwardBatch, num_outputs: int | None = None) -> bool:
-        """Return whether there are graphs for this step. num_outputs: see ``replay``."""
+    def _padded(self, num_tokens: int) -> int:
+        """Return the token count of the smallest graphs for ``num_tokens`` tokens, or 0 if none are large enough."""
+        return next((size for size in reversed(self._steps) if num_tokens <= size), 0)
+
+    def fits(self, batch: ForwardBatch, num_outputs: int) -> bool:
+        """Return whether there are graphs for this step, which returns ``num_outputs`` hidden states."""
+        return num_outputs <= min(self._padded(len(batch.slot_mapping)), self._max_outputs)
+
+    def replay(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int) -> Tensor:
+        """Queue the step, which must fit. Return the hidden states [num_outputs, D] of the first ``inputs.outputs``."""
         num_tokens = len(batch.slot_mapping)
-        size = next((size for size in self._steps if num_tokens <= size), 0)
-        return (num_outputs or len(batch.query_lengths)) <= min(size, self._max_outputs)
-
-    def replay(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> Tensor:
-        """Queue the step, which must fit. Return the hidden states [num_outputs, D] of the first ``inputs.outputs``.
-
-        num_outputs: None if it is one for each row.
-        """
-        num_tokens = len(batch.slot_mapping)
-        size = next(size for size in self._steps if num_tokens <= size)
+        size = self._padded(num_tokens)
         chosen = (self._steps if inputs.adapters is None else self._steps_with_adapters)[size]
         first, *later = chosen.graphs
         with profiled("prepare"):
@@ -183,10 +173,10 @@ class PieceGraphs:
         for layer, graph in enumerate(later):
             attend(layer)
             graph.replay()
-        return chosen.hidden[: num_outputs or len(batch.query_lengths)]
+        return chosen.hidden[:num_outputs]
 
-    def _captured(self, inputs: PaddedInputs, splitter: _GraphSplitter, pool: torch.cuda._POOL_HANDLE) -> _Pieces:
-        with torch.cuda.stream(self._stream), splitter.capture(pool) as graphs:
+    def _captured(self, inputs: PaddedInputs, splitter: _GraphSplitter) -> _Pieces:
+        with torch.cuda.stream(self._stream), splitter.capture() as graphs:
             hidden = self._model.forward(inputs.inputs, splitter)
         for graph in graphs:
             graph.replay()  # the first replay takes longer than later ones
@@ -237,11 +227,13 @@ class PaddedInputs:
         """Return views for a graph of ``num_tokens`` tokens and ``num_rows`` rows."""
         inputs = self.inputs
         assert inputs.outputs is not None
+        by_token = inputs.token_ids, inputs.embeddings, inputs.rows
+        token_ids, embeddings, rows = (None if tensor is None else tensor[:num_tokens] for tensor in by_token)
         views = ModelInputs(
             positions=inputs.positions[..., :num_tokens],
-            token_ids=None if inputs.token_ids is None else inputs.token_ids[:num_tokens],
-            embeddings=None if inputs.embeddings is None else inputs.embeddings[:num_tokens],
-            rows=None if inputs.rows is None else inputs.rows[:num_tokens],
+            token_ids=token_ids,
+            embeddings=embeddings,
+            rows=rows,
             outputs=inputs.outputs[:num_rows],
             states=None if inputs.states is None else states_for_graph(inputs.states, num_tokens, num_rows),
             slots=self.slots[0, :num_tokens],
@@ -255,24 +247,23 @@ class PaddedInputs:
         fixed = FixedAdapters(tokens.for_graph(self.slots.shape[1]), outputs.for_graph(len(self.inputs.outputs)))
         return PaddedInputs(replace(self.inputs, adapters=fixed), self.slots, adapters, self.states)
 
-    def fill(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int | None = None) -> None:
+    def fill(self, inputs: ModelInputs, batch: ForwardBatch, num_outputs: int) -> None:
         """Write a step that fits. num_outputs: see ``PieceGraphs.replay``.
 
         Padding tokens belong to no row: their slots are on the padding page; their ids, embeddings, positions and rows
         are left over from earlier steps.
         """
-        num_tokens, num_outputs = len(batch.slot_mapping), num_outputs or len(batch.query_lengths)
-        into = self.inputs
+        num_tokens, into = len(batch.slot_mapping), self.inputs
         assert into.outputs is not None
         assert inputs.outputs is not None
         copies = [
             (into.positions[..., :num_tokens], inputs.positions),
             (into.outputs[:num_outputs], inputs.outputs[:num_outputs]),
-        ]
-        copies += [
-            (target[:num_tokens], source)
-            for target, source in ((into.token_ids, inputs.token_ids), (into.rows, inputs.rows))
-            if target is not None and source is not None
+            *(
+                (target[:num_tokens], source)
+                for target, source in ((into.token_ids, inputs.token_ids), (into.rows, inputs.rows))
+                if target is not None and source is not None
+            ),
         ]
         groups = zip(self.slots, batch.parts or (batch,), strict=True)
         copies += [(slots[:num_tokens], group.slot_mapping) for slots, group in groups]

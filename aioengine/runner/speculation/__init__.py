@@ -1,1 +1,21 @@
-"""Drafts: tokens that are proposed for a row, and accepted or rejected in the same step."""
+"""Drafts: tokens that are proposed for a row, and accepted or rejected in the same step.
+
+Who decides:
+
+- how many drafts a row may have: the scheduler (``scheduler.drafting``).
+- which tokens they are: ``scheduler.ngrams`` before the step is planned, or ``DraftModel`` before it is launched.
+- whether the step waits for the step in flight, and which rows get their drafts if not all fit into a graph:
+  ``Proposer``.
+- how the tokens are computed: ``ModelRunner._compute_drafts``, in a graph or without one.
+- which drafts are accepted: ``Verifier``. It compares each draft with the token that is sampled at its position.
+
+``StepDrafts`` has the drafts of a step, from its plan to its result. The tensors of a step with R rows, S of which
+sample, T tokens, and K drafts among them (D model size, V vocabulary):
+
+- token ids [T]: the known tokens of each row, then its drafts. The token before the drafts may be only on the device.
+- drafts of a draft model [K], until the host reads them. ``RowTable.last_tokens`` has them, too.
+- in a graph, each token is a row: hidden states [T, D], logits [T, V], sampled tokens [T]. The host reads the sampled
+  tokens, and the drafts that are only on the device.
+- without a graph: hidden states [S, D] after the drafts, and [K, D] before each draft, and the logits of these S + K
+  positions in groups of rows. The host reads the last token of each row.
+"""

@@ -16,15 +16,13 @@ it can compute one position less than there are known tokens: it lags by one. Th
 states of the model, so the positions of accepted drafts are computed again. The last position of a prefix hit was
 computed with the next token of an earlier request. It is not computed again, because other requests share it.
 
-``speculation.proposer`` explains drafts after tokens that the host does not know yet.
-
-N requests, R rows of a forward pass, T packed tokens, D model size, V vocabulary, X drafts.
+R rows of a forward pass, T packed tokens, K drafts, D model size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,7 +33,6 @@ from torch.nn import functional
 from aioengine.attention._base import AttentionBackend, CapturableAttention
 from aioengine.models._base import Model
 from aioengine.models._features import Features
-from aioengine.protocol.messages import RequestKind
 from aioengine.runner.inputs import InputBuilder, StepRows
 from aioengine.runner.kv_pool import FIRST_PAGE, KVPool
 from aioengine.runner.logits.grammar import GrammarMask
@@ -79,23 +76,25 @@ class DraftParts(NamedTuple):
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """The tokens of an open request, and how many of them the draft model has computed.
+    """An open request that may have drafts.
 
     Attributes:
-        row: the open request.
-        token_ids: all known tokens. The owner appends new ones.
-        max_length: there are no drafts beyond this number of tokens.
+        row: its row in the tables of the runner.
+        num_rejected: drafts rejected in flight, which the scheduler does not know yet.
+        max_length: the draft model proposes no drafts beyond this number of tokens; 0: it proposes none.
+        token_ids: all known tokens, if the draft model may propose drafts.
         num_computed: positions whose keys and values the draft model has computed.
     """
 
     row: RequestRow
-    token_ids: list[int]
-    max_length: int
+    num_rejected: int = 0
+    max_length: int = 0
+    token_ids: list[int] = field(default_factory=list[int])
     num_computed: int = 0
 
 
-class PlannedDrafts(NamedTuple):
-    """A request, and the number of drafts that it may get. Its pages have memory for them.
+class DraftPlan(NamedTuple):
+    """A request, and the number of drafts that it gets from the draft model. Its pages have memory for them.
 
     num_unknown: maximum number of its newest tokens that the host does not know yet. It is 0 for all requests of a
     step, or for none.
@@ -112,19 +111,42 @@ class PlannedDrafts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ProposedDrafts:
+class DeviceDrafts:
     """The drafts of some requests, on the device.
 
     Attributes:
-        planned: these requests.
-        token_ids: [X] int64, the first draft of each request, then the second ones, and so on. FAILED: it cannot be
+        plans: these requests.
+        token_ids: [K] int64, the first draft of each request, then the second ones, and so on. FAILED: it cannot be
             sampled.
         is_stored: ``RowTable.last_tokens`` has them, too.
+        fail: called with each request that has a draft that cannot be sampled.
     """
 
-    planned: list[PlannedDrafts]
+    plans: list[DraftPlan]
     token_ids: Tensor
     is_stored: bool
+    fail: Callable[[DraftedRequest], None]
+
+    def by_request(self, token_ids: list[int]) -> dict[int, list[int]]:
+        """Return uid -> drafts, up to the first one that cannot be sampled. Requests without drafts are left out.
+
+        token_ids: [K] on the host.
+        """
+        proposed: dict[int, list[int]] = {}
+        values = iter(token_ids)
+        for number in range(max(plan.count for plan in self.plans)):
+            for plan in self.plans:
+                if number < plan.count:
+                    proposed.setdefault(plan.drafted.row.uid, []).append(next(values))
+        for plan in self.plans:
+            ids = proposed[plan.drafted.row.uid]
+            if FAILED in ids:
+                self.fail(plan.drafted)
+                if self.is_stored:  # it is stored as 0, and verified like other drafts
+                    ids[:] = [max(token_id, 0) for token_id in ids]
+                else:
+                    del ids[ids.index(FAILED) :]
+        return {uid: ids for uid, ids in proposed.items() if ids}
 
 
 class DraftModel:
@@ -139,7 +161,6 @@ class DraftModel:
             table.for_draft_model(), page_size=self._page_size, num_embeddings=parts.model.vocab_size
         )
         self._sampler = sampler
-        self._num_embeddings = table.num_embeddings  # the sampler may read this number of logits
         self._has_history = not table.last_tokens.is_cuda
         self._kept_processors = table.processor_bits(MinNewTokens, Bias, AllowedTokenIds, GrammarMask)
         if self._has_history:
@@ -169,13 +190,11 @@ class DraftModel:
             graphs.capture(report)
             self._graphs = graphs
 
-    def open(self, opened: NewRow, row: RequestRow) -> DraftedRequest | None:
-        """Open a request. Return None if it gets no drafts."""
-        drafted = None
-        if opened.kind is RequestKind.GENERATE and not opened.embeds:
-            drafted = DraftedRequest(row, opened.token_ids.copy(), self._parts.max_length)
+    def open(self, opened: NewRow, drafted: DraftedRequest | None) -> None:
+        """Open a request. drafted: None if it gets no drafts."""
+        if drafted is not None and not opened.embeds:
+            drafted.token_ids, drafted.max_length = opened.token_ids.copy(), self._parts.max_length
         self._unseen[opened.uid] = opened.pages, drafted
-        return drafted
 
     def close(self, uid: int) -> None:
         """Close a request. An unknown uid is ignored."""
@@ -205,14 +224,21 @@ class DraftModel:
         if missing:
             self._extend(sorted(missing, key=lambda span: span[1] - span[0].num_computed))
 
+    def note_computed(self, drafted: DraftedRequest) -> None:
+        """Record that a step in flight has computed all known tokens of a request."""
+        self._advance(drafted, self._num_computable(drafted))
+
+    def note_accepted(self, drafted: DraftedRequest, num_proposed: int, num_accepted: int) -> None:
+        """Record how many drafts were accepted, before the tokens of the step are added."""
+        end = self._num_computable(drafted)
+        if not self._lag:  # the last draft was not computed
+            end += min(num_accepted, num_proposed - 1)
+        self._advance(drafted, end)
+
     def can_follow(self, drafted: DraftedRequest, num_unknown: int) -> bool:
         """Return whether there can be drafts after ``num_unknown`` more tokens, with few tokens to compute first."""
         num_missing = self._num_computable(drafted) - drafted.num_computed
         return self._graphs is not None and num_missing + num_unknown <= 1 + self._table.max_drafts
-
-    def catch_up(self, drafted: DraftedRequest) -> None:
-        """Record that the known tokens were computed before the drafts of the step in flight."""
-        self._advance(drafted, self._num_computable(drafted))
 
     def can_propose(self, row: Row) -> bool:
         """Return whether there can be drafts for a row. A draft head needs the hidden state of the model before the
@@ -220,117 +246,112 @@ class DraftModel:
         """
         return not self._lag or row.count - row.num_drafts == 1
 
-    def propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
+    def propose(self, plans: list[DraftPlan]) -> DeviceDrafts | None:
         """Return the drafts of the requests; None: there are none. If too many tokens before the drafts of a request
         are missing, some of them are computed instead.
         """
-        ready: list[PlannedDrafts] = []
+        ready: list[DraftPlan] = []
         behind: list[tuple[DraftedRequest, int]] = []
-        left = self._parts.max_tokens
-        for one in planned:
-            if one.length + one.count > one.drafted.max_length:
+        budget = self._parts.max_tokens
+        for plan in plans:
+            if plan.length + plan.count > plan.drafted.max_length:
                 continue
-            num_missing = max(one.length - self._lag - one.drafted.num_computed, 1)
-            if num_missing > left:
-                behind.append((one.drafted, one.length))
+            num_missing = max(plan.length - self._lag - plan.drafted.num_computed, 1)
+            if num_missing > budget:
+                behind.append((plan.drafted, plan.length))
             else:
-                ready.append(one)
-                left -= num_missing
+                ready.append(plan)
+                budget -= num_missing
         self.compute(behind)
-        return self._propose(ready) if ready else None
+        return self._sample_drafts(ready) if ready else None
 
-    def _propose(self, planned: list[PlannedDrafts]) -> ProposedDrafts:
-        """Sample the first draft of all requests, then the second, and so on: in graphs, or by ``_forward``."""
-        table = self._table
-        ends = [one.length - self._lag for one in planned]
-        for one, end in zip(planned, ends, strict=True):
-            one.drafted.num_computed = min(one.drafted.num_computed, end - 1)
-        row_indices = np.array([one.drafted.row.row_index for one in planned], dtype=np.int64)
-        lengths = np.array([one.length for one in planned], dtype=np.int64)
-        counts = np.array([one.count for one in planned], dtype=np.int64)
-        sampled = table.sampled([_with_own_constraint(one.drafted.row) for one in planned], row_indices, lengths)
-        sampled.records["processors"] &= self._kept_processors
+    def _sample_drafts(self, plans: list[DraftPlan]) -> DeviceDrafts:
+        """Compute the tokens before the drafts. Sample the first draft of all requests, then the second, and so on.
+
+        A graph computes a token and samples the draft after it. Without a graph, ``_forward`` returns the hidden states
+        [R, D] from which drafts are sampled. R becomes smaller if some requests have fewer drafts.
+        """
+        ends = [plan.length - self._lag for plan in plans]
+        for plan, end in zip(plans, ends, strict=True):
+            plan.drafted.num_computed = min(plan.drafted.num_computed, end - 1)
+        num_missing = sum(ends) - sum(plan.drafted.num_computed for plan in plans)
+        counts = np.array([plan.count for plan in plans], dtype=np.int64)
+        rows = self._sampled_rows(plans)
         drafts: list[Tensor] = []
-        graphs = self._graphs if self._graphs is not None and len(planned) <= self._graphs.max_rows else None
-        hidden: Tensor | None = None  # states from which the next draft is sampled; None: a graph computes and samples
-        num_missing = sum(ends) - sum(one.drafted.num_computed for one in planned)
+        graphs = self._graphs if self._graphs is not None and len(plans) <= self._graphs.max_rows else None
+        hidden: Tensor | None = None  # None: a graph computes the next draft
         if graphs is None or num_missing > graphs.max_rows:
-            hidden = self._extend([(one.drafted, end) for one, end in zip(planned, ends, strict=True)])
+            hidden = self._extend([(plan.drafted, end) for plan, end in zip(plans, ends, strict=True)])
             graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
         for number in range(int(counts.max())):
-            if hidden is not None:
-                token_ids = self._sampler.sample(self._padded(self._parts.model.compute_logits(hidden)), sampled)
-                if graphs is not None:
-                    table.store_drafts(number, sampled.row_indices, token_ids)
-            else:
+            if hidden is None:
                 assert graphs is not None
-                token_ids = self._replay(graphs, planned, sampled, number)
+                token_ids = self._replay(graphs, plans, rows, number)
+            else:
+                token_ids = self._sample(self._parts.model.compute_logits(hidden), rows)
+                if graphs is not None:
+                    self._table.store_drafts(number, rows.row_indices, token_ids)
             drafts.append(token_ids)
-            if any(request.constraint is not None for request in sampled.requests):
-                _follow(sampled.requests, token_ids.tolist())
-            if self._has_history and sampled.records["processors"].any():
-                table.write_history(sampled, token_ids.clamp(min=0))
-            left = np.flatnonzero(counts > number + 1)
-            sampled, counts = sampled.part(left, 1), counts[left]
+            self._follow(rows, token_ids)
+            kept = np.flatnonzero(counts > number + 1)  # rows with a further draft
+            rows, counts = rows.part(kept, 1), counts[kept]
             if graphs is not None:
                 hidden = None
-            elif hidden is not None and left.size:
-                last = sampled.positions - 1 - self._lag
-                rows, kept = self._rows(sampled.requests, last, last + 1, []), table.upload(left)
-                hidden = self._forward(rows, token_ids[kept].clamp(min=0), hidden[kept])
-        return ProposedDrafts(planned, torch.cat(drafts), is_stored=graphs is not None)
+            elif hidden is not None and kept.size:
+                lasts, indices = rows.positions - 1 - self._lag, self._table.upload(kept)
+                step_rows = self._step_rows(rows.requests, lasts, lasts + 1, [])
+                hidden = self._forward(step_rows, token_ids[indices].clamp(min=0), hidden[indices])
+        return DeviceDrafts(plans, torch.cat(drafts), is_stored=graphs is not None, fail=self._fail)
 
-    def by_request(self, drafts: ProposedDrafts, token_ids: list[int]) -> dict[int, list[int]]:
-        """Return uid -> drafts, up to the first one that cannot be sampled. Requests without drafts are left out.
-
-        token_ids: as ``ProposedDrafts.token_ids``, on the host.
+    def _sampled_rows(self, plans: list[DraftPlan]) -> SampledRows:
+        """Return the rows [R] of these requests at the positions of their first drafts. Their constraints are copies,
+        which follow drafts.
         """
-        proposed: list[list[int]] = [[] for _ in drafts.planned]
-        values = iter(token_ids)
-        for number in range(max(one.count for one in drafts.planned)):
-            for own, one in zip(proposed, drafts.planned, strict=True):
-                if number < one.count:
-                    own.append(next(values))
-        for own, one in zip(proposed, drafts.planned, strict=True):
-            if FAILED in own:
-                self._fail(one.drafted)
-                if drafts.is_stored:  # it is stored as 0, and verified like other drafts
-                    own[:] = [max(token_id, 0) for token_id in own]
-                else:
-                    del own[own.index(FAILED) :]
-        return {one.drafted.row.uid: own for own, one in zip(proposed, drafts.planned, strict=True) if own}
+        requests = [plan.drafted.row for plan in plans]
+        row_indices = np.array([request.row_index for request in requests], dtype=np.int64)
+        positions = np.array([plan.length for plan in plans], dtype=np.int64)
+        rows = self._table.sampled([_with_own_constraint(request) for request in requests], row_indices, positions)
+        rows.records["processors"] &= self._kept_processors
+        return rows
 
-    def _replay(self, graphs: DecodeGraphs, planned: list[PlannedDrafts], sampled: SampledRows, number: int) -> Tensor:
+    def _replay(self, graphs: DecodeGraphs, plans: list[DraftPlan], rows: SampledRows, number: int) -> Tensor:
         """Compute and sample the draft with this number, from 0 on, of these rows [R] in a CUDA graph, and store it in
         the table. The first one also computes all tokens before it. Return the drafts [R].
         """
-        starts, ids = sampled.positions - 1 - self._lag, list[list[int]]()
+        starts, ids = rows.positions - 1 - self._lag, list[list[int]]()
         num_unknown: Ints | None = None
         if not number:
-            starts = np.array([one.drafted.num_computed for one in planned], dtype=np.int64)
+            starts = np.array([plan.drafted.num_computed for plan in plans], dtype=np.int64)
             firsts = (starts + self._lag).tolist()
-            ids = [one.drafted.token_ids[i:] + [0] * one.num_unknown for one, i in zip(planned, firsts, strict=True)]
-            if planned[0].num_unknown:
-                num_unknown = np.array([one.num_unknown for one in planned], dtype=np.int64)
-        rows = self._rows(sampled.requests, starts, sampled.positions - self._lag, ids)
-        step = graphs.replay_draft(rows, sampled, number, num_unknown)
+            ids = [plan.drafted.token_ids[i:] + [0] * plan.num_unknown for plan, i in zip(plans, firsts, strict=True)]
+            if plans[0].num_unknown:
+                num_unknown = np.array([plan.num_unknown for plan in plans], dtype=np.int64)
+        step_rows = self._step_rows(rows.requests, starts, rows.positions - self._lag, ids)
+        step = graphs.replay_draft(step_rows, rows, number, num_unknown)
         if not number:
-            for one in planned:
-                self.catch_up(one.drafted)
+            for plan in plans:
+                self.note_computed(plan.drafted)
         if step.token_ids is not None:
             return step.token_ids.clone()  # the next replay overwrites them
         logits = graphs.logits(step)
-        logits = logits[: len(starts)] if step.order is None else logits[step.order]
-        token_ids = self._sampler.sample(self._padded(logits), sampled)
-        self._table.store_drafts(number, sampled.row_indices, token_ids)
+        token_ids = self._sample(logits[: len(starts)] if step.order is None else logits[step.order], rows)
+        self._table.store_drafts(number, rows.row_indices, token_ids)
         return token_ids
 
-    def accept(self, drafted: DraftedRequest, num_proposed: int, num_accepted: int) -> None:
-        """Record how many drafts were accepted, before the tokens of the step are added."""
-        end = self._num_computable(drafted)
-        if not self._lag:  # the last draft was not computed
-            end += min(num_accepted, num_proposed - 1)
-        self._advance(drafted, end)
+    def _sample(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """Sample drafts [R] from logits [R, V]. The sampler may read as many logits as the model has embeddings."""
+        padded = functional.pad(logits, (0, max(self._table.num_embeddings - logits.shape[1], 0)))
+        return self._sampler.sample(padded, rows)
+
+    def _follow(self, rows: SampledRows, token_ids: Tensor) -> None:
+        """Follow the drafts [R] of these rows in their grammars, and count them for penalties."""
+        if any(request.constraint is not None for request in rows.requests):
+            for request, token_id in zip(rows.requests, token_ids.tolist(), strict=True):
+                constraint = request.constraint
+                if constraint is not None and not constraint.is_over and token_id != FAILED:
+                    constraint.advance(token_id)
+        if self._has_history and rows.records["processors"].any():
+            self._table.write_history(rows, token_ids.clamp(min=0))
 
     def _fail(self, drafted: DraftedRequest) -> None:
         """Propose no more drafts for a request for which the draft model gives non-finite numbers."""
@@ -341,7 +362,7 @@ class DraftModel:
 
     def _extend(self, spans: list[tuple[DraftedRequest, int]]) -> Tensor:
         """Compute each request up to a number of positions, which is larger than ``num_computed``, but only as many
-        positions of the first requests as fit into a step. Return the hidden states [N, D] of their last ones.
+        positions of the first requests as fit into a step. Return the hidden states [R, D] of their last ones.
         """
         missing = np.array([end - drafted.num_computed for drafted, end in spans], dtype=np.int64)
         counts = np.diff(missing.cumsum().clip(max=self._parts.max_tokens), prepend=0)
@@ -353,7 +374,7 @@ class DraftModel:
             drafted.token_ids[start + self._lag : end + self._lag]
             for drafted, start, end in zip(chosen, starts.tolist(), ends.tolist(), strict=True)
         ]
-        hidden = self._forward(self._rows([drafted.row for drafted in chosen], starts, ends, ids))
+        hidden = self._forward(self._step_rows([drafted.row for drafted in chosen], starts, ends, ids))
         for drafted, end in zip(chosen, ends.tolist(), strict=True):
             self._advance(drafted, end)
         return hidden
@@ -383,7 +404,7 @@ class DraftModel:
             inputs = replace(inputs, features=of_model.read(batch.slot_mapping) if features is None else features)
         return model.forward(inputs, attention)
 
-    def _rows(self, requests: list[RequestRow], starts: Ints, ends: Ints, ids: list[list[int]]) -> StepRows:
+    def _step_rows(self, requests: list[RequestRow], starts: Ints, ends: Ints, ids: list[list[int]]) -> StepRows:
         """Return rows [R] of the positions from starts [R] to ends [R]. ids: their tokens; empty: the device has them.
 
         Tokens that the draft model does not have become its last one.
@@ -401,19 +422,7 @@ class DraftModel:
             known_ids=known.clip(0, self._parts.model.vocab_size - 1),
         )
 
-    def _padded(self, logits: Tensor) -> Tensor:
-        """Logits [R, V] -> [R, at least ``num_embeddings``]."""
-        return functional.pad(logits, (0, max(self._num_embeddings - logits.shape[1], 0)))
-
 
 def _with_own_constraint(row: RequestRow) -> RequestRow:
     """Return a row whose constraint, if it has one, may follow drafts."""
     return row if row.constraint is None else replace(row, constraint=row.constraint.copy(), forced_end=0)
-
-
-def _follow(requests: list[RequestRow], token_ids: list[int]) -> None:
-    """Follow the drafts of these requests in their grammars."""
-    for request, token_id in zip(requests, token_ids, strict=True):
-        constraint = request.constraint
-        if constraint is not None and not constraint.is_over and token_id != FAILED:
-            constraint.advance(token_id)

@@ -1,6 +1,9 @@
 """Samples tokens at the positions of drafts, and accepts the drafts that equal them.
 
-S sampled rows, T tokens of a step, K drafts of a step, D model size, V vocabulary.
+If no row needs more than a temperature, a graph samples after each token of the step, and the device accepts drafts
+(``Verifier.accept_on_device``). Otherwise the host waits for the tokens (``Verifier.verify``).
+
+S rows that sample, T tokens of the step, K drafts of the step, N positions, D model size, V vocabulary, X entries.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import torch
 from torch import Tensor
 
 from aioengine.layers.ranks import RankGroup
+from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import StepRows
 from aioengine.runner.kv_pool import KVPool
+from aioengine.runner.logprobs import Logprobs
 from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.ticket import StepDrafts
+from aioengine.runner.speculation.step_drafts import StepDrafts
 from aioengine.runner.transfer import Ints, Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
@@ -37,17 +42,19 @@ class Verification:
     or because something is returned for it (logprobs). Other rows sample all positions at once.
 
     Attributes:
-        counts: number of accepted drafts of each row so far.
-        final: the last token of each row so far; FAILED: it cannot be sampled.
-        active: the rows that are not done.
+        counts: [S] number of accepted drafts of each row so far.
+        final: [S] the last token of each row so far; FAILED: it cannot be sampled.
+        active: the rows that sample next. The owner sets it first.
+        followed: rows whose grammar has followed the last token: it is over, or the next draft cannot be sampled.
     """
 
     def __init__(self, drafts: Sequence[Sequence[int]], one_by_one: list[bool]) -> None:
-        """drafts: of each row; may be empty."""
+        """drafts, one_by_one: of each row [S]. A row may have no drafts."""
         self.drafts = drafts
         self.counts = [0] * len(drafts)
         self.final = [FAILED] * len(drafts)
-        self.active = list(range(len(drafts)))
+        self.active: list[int] = []
+        self.followed: set[int] = set()
         self._one_by_one = one_by_one
 
     def entries(self) -> list[tuple[int, int]]:
@@ -74,6 +81,7 @@ class Verification:
                 continue
             if token_id == FAILED and count:
                 self.counts[row] = count - 1
+                self.followed.add(row)
                 is_open[row] = False
                 continue
             kept[row] = index
@@ -86,8 +94,9 @@ class Verification:
         return kept
 
     def stop(self, row: int) -> None:
-        """End an active row with the token of its last entry."""
+        """End an active row with the token of its last entry, after which its grammar is over."""
         self.active.remove(row)
+        self.followed.add(row)
         self.counts[row] -= 1
 
 
@@ -141,59 +150,56 @@ class Verifier:
 
     Attributes:
         sampler: of rank 0. ranks: None if there is one rank.
-        logits: computes logits [N, V] from hidden states [N, D].
-        keep: see ``ModelRunner._keep``.
+        compute_logits: logits [N, V] from hidden states [N, D].
+        logprobs, hidden_states: collect the requested ones.
         errors: uid -> error of a custom processor.
-        read: see ``Proposer.read``.
     """
 
     table: RowTable
     sampler: Sampler | DeviceSampler
     kv_pool: KVPool
     ranks: RankGroup | None
-    logits: Callable[[Tensor], Tensor]
-    keep: Callable[[Tensor, Tensor, Tensor, SampledRows, Ints], None]
+    compute_logits: Callable[[Tensor], Tensor]
+    logprobs: Logprobs
+    hidden_states: HiddenStates
     errors: dict[int, str]
-    read: Callable[[StepDrafts, list[int]], None]
 
-    def accept_later(
+    def accept_on_device(
         self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, sampled: SampledRows, drafts: StepDrafts
     ) -> SampledDrafts:
-        """Return the tokens sampled at all positions of a replayed step. They are sampled here if its graph did not.
+        """Let the device accept the drafts of a replayed step. Return the tokens sampled at all positions [T]. They are
+        sampled here if the graph did not.
 
         sampled: the rows, with the positions of their first sampled tokens.
         """
-        token_ids = step.token_ids
-        counts = drafts.counts(sampled.requests)
+        requests, row_indices, token_ids = sampled.requests, sampled.row_indices, step.token_ids
+        counts = drafts.counts(requests)
         firsts = rows.token_ends - 1 - counts
         if token_ids is None:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
             later = np.arange(len(row_of_token)) - firsts[row_of_token]
             token_ids = self.sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
-        requests, row_indices = sampled.requests, sampled.row_indices
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
-        stored = self.table.draft_indices(-1, row_indices)
-        spans = np.stack([row_indices, firsts, counts, num_planned, stored])
+        spans = np.stack([row_indices, firsts, counts, num_planned, self.table.draft_indices(-1, row_indices)])
         graphs.accept(step, token_ids, self.table.upload(spans))
         drafts.is_counted = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
-        accept = partial(self._accept, sampled.requests, drafts, firsts.tolist())
+        accept = partial(self._accept_on_host, requests, drafts, firsts.tolist())
         return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
 
-    def _accept(
+    def _accept_on_host(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
     ) -> list[int]:
-        """Accept the drafts of these rows by the tokens sampled at all positions. Return the last token of each row.
+        """Accept the same drafts as the device. Return the last token of each row [S].
 
-        firsts: index of the first sampled token of each row. token_ids: the sampled tokens, then the drafts that were
-        only on the device.
+        firsts: [S] index of the first sampled token of each row. token_ids: [T] the sampled tokens, then [K] the drafts
+        that were only on the device.
         """
         if drafts.on_device is not None:
-            self.read(drafts, token_ids[-len(drafts.on_device.token_ids) :])
-        proposed = [drafts.proposed.get(request.uid, []) for request in requests]
+            drafts.read(token_ids[-len(drafts.on_device.token_ids) :])
         last_tokens: list[int] = []
-        for request, ids, first in zip(requests, proposed, firsts, strict=True):
+        for request, ids, first in zip(requests, drafts.of_requests(requests), firsts, strict=True):
             sampled = token_ids[first : first + len(ids) + 1]
             count = num_accepted(ids, sampled)
             drafts.accepted[request.uid] = ids[:count]
@@ -203,71 +209,81 @@ class Verifier:
         return last_tokens
 
     def verify(self, hidden: Tensor, before_drafts: Tensor, rows: SampledRows, drafts: StepDrafts) -> list[int]:
-        """Sample the S rows and accept their drafts. Return the last token of each row.
+        """Sample the rows and accept their drafts. Return the last token of each row [S].
 
         hidden: [S, D] after all drafts of each row. before_drafts: [K, D] before each draft, row by row.
         rows: with the positions of the first tokens.
         """
-        proposed = [drafts.proposed.get(request.uid, []) for request in rows.requests]
-        one_by_one = must_sample_one_by_one(rows.requests, rows.records)
+        proposed = drafts.of_requests(rows.requests)
+        verification = Verification(proposed, must_sample_one_by_one(rows.requests, rows.records))
         num_before = np.cumsum([0, *map(len, proposed)]).tolist()
         all_hidden = torch.cat((hidden, before_drafts))
-        values: list[int] = []
         for group in row_groups([len(ids) + 1 for ids in proposed], SAMPLED_ROWS):
             sources: list[int] = []
-            firsts: list[int] = []  # index of the logits of each row
+            firsts: dict[int, int] = {}
             for row in group:
                 first = len(rows.requests) + num_before[row]
-                firsts.append(len(sources))
+                firsts[row] = len(sources)
                 sources += [*range(first, first + len(proposed[row])), row]
             states = all_hidden[self.table.upload(np.array(sources, dtype=np.int64))]
-            logits = self.logits(states)
-            if self.ranks is not None and self.ranks.rank:  # only rank 0 samples
-                continue
-            verification = Verification(proposed[group.start : group.stop], one_by_one[group.start : group.stop])
-            while verification.active:
-                entries = verification.entries()
-                later = np.array([count for _, count in entries], dtype=np.int64)
-                entry_rows = rows.part(np.array([group[row] for row, _ in entries], dtype=np.int64), later)
-                chosen = self.table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
-                scores = logits[chosen]
-                token_ids = self.sampler.sample(scores, entry_rows)
-                kept = verification.take(entries, token_ids.tolist())
-                for row in {row for row, _ in entries} - kept.keys():  # failed after an accepted draft
-                    self.errors.pop(rows.requests[group[row]].uid, None)
-                    drafts.followed.add(group[row])
-                indices = np.array(list(kept.values()), dtype=np.int64)
-                self.keep(states[chosen], scores, token_ids, entry_rows, indices)
-                for row in verification.active.copy():
-                    constraint = rows.requests[group[row]].constraint
-                    if constraint is not None:
-                        constraint.advance(verification.final[row])
-                        if constraint.is_over:
-                            verification.stop(row)
-                            drafts.followed.add(group[row])
-            for row, count in zip(group, verification.counts, strict=True):
-                drafts.accepted[rows.requests[row].uid] = proposed[row][:count]
-            values += verification.final
+            logits = self.compute_logits(states)
+            if self.ranks is None or not self.ranks.rank:  # only rank 0 samples
+                self._sample(verification, firsts, states, logits, rows)
         if self.ranks is not None:
-            values = self._from_rank_0(self.ranks, values, rows, drafts)
-        for request, ids, is_finite in zip(rows.requests, proposed, hidden.isfinite().all(-1).tolist(), strict=True):
-            if ids and not is_finite:  # of a rejected draft; attention multiplies its keys and values by 0
+            self._broadcast(self.ranks, verification, rows)
+        drafts.followed = verification.followed
+        is_finite = hidden.isfinite().all(-1).tolist()
+        for row, (request, ids) in enumerate(zip(rows.requests, proposed, strict=True)):
+            drafts.accepted[request.uid] = ids[: verification.counts[row]]
+            if ids and not is_finite[row]:  # of a rejected draft; attention multiplies its keys and values by 0
                 self.kv_pool.clean(self.table.pages(request.uid))
-        return values
+        return verification.final
 
-    def _from_rank_0(self, ranks: RankGroup, values: list[int], rows: SampledRows, drafts: StepDrafts) -> list[int]:
-        """Return the last token of each row [S]. Rank 0 broadcasts them, and the numbers of accepted drafts."""
-        uids = [request.uid for request in rows.requests]
-        counts = [len(drafts.accepted.get(uid, ())) for uid in uids]
-        # other ranks have no values, and their counts only have the shape of the result
-        results = torch.tensor([values or counts, counts], device=self.table.last_tokens.device)
-        tokens, accepted = ranks.broadcast(results)
+    def _sample(
+        self, verification: Verification, firsts: dict[int, int], hidden: Tensor, logits: Tensor, rows: SampledRows
+    ) -> None:
+        """Sample a group of the rows until no position is left.
+
+        firsts: the rows of the group -> index of their first position. hidden: [N, D]. logits: [N, V].
+        """
+        verification.active = [*firsts]
+        while verification.active:
+            entries = verification.entries()
+            later = np.array([count for _, count in entries], dtype=np.int64)
+            entry_rows = rows.part(np.array([row for row, _ in entries], dtype=np.int64), later)
+            chosen = self.table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
+            scores = logits[chosen]
+            token_ids = self.sampler.sample(scores, entry_rows)
+            kept = verification.take(entries, token_ids.tolist())
+            self._keep(hidden[chosen], scores, token_ids, entry_rows, np.array([*kept.values()], dtype=np.int64))
+            for row in verification.active.copy():
+                constraint = rows.requests[row].constraint
+                if constraint is not None:
+                    constraint.advance(verification.final[row])
+                    if constraint.is_over:
+                        verification.stop(row)
+        for row in verification.followed:  # no failed row: its last token is an accepted draft
+            self.errors.pop(rows.requests[row].uid, None)
+
+    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, entries: SampledRows, kept: Ints) -> None:
+        """Store the tokens of the entries ``kept`` [N], with their logprobs and hidden states.
+
+        hidden: [X, D]. logits: [X, V]. token_ids: [X], sampled for the X ``entries``.
+        """
+        rows, indices = entries.part(kept), self.table.upload(kept)
+        if self.table.num_with_hidden_states:
+            self.hidden_states.add_sampled(hidden[indices], rows)
+        if self.table.num_with_logprobs:
+            self.logprobs.add_sampled(logits[indices], rows, token_ids[indices])
+        self.table.write_tokens(rows, token_ids[indices])
+
+    def _broadcast(self, ranks: RankGroup, verification: Verification, rows: SampledRows) -> None:
+        """Send the results of rank 0 to the other ranks, whose ``verification`` has none."""
+        results = torch.tensor([verification.final, verification.counts], device=self.table.last_tokens.device)
+        final, counts = ranks.broadcast(results)
         if ranks.rank:
-            self.table.write_tokens(rows, tokens)
-            values = tokens.tolist()
-            for uid, count in zip(uids, accepted.tolist(), strict=True):
-                drafts.accepted[uid] = drafts.proposed.get(uid, [])[:count]
-        return values
+            self.table.write_tokens(rows, final)
+            verification.final, verification.counts = final.tolist(), counts.tolist()
 
 
 def must_sample_one_by_one(requests: list[RequestRow], records: npt.NDArray[np.void]) -> list[bool]:

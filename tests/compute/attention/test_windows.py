@@ -10,6 +10,7 @@ import torch
 
 from aioengine.protocol.packed_logprobs import LogprobRules
 from tests.compute.runner_world import World, make_settings, save_model
+from tests.kit.integrity import check_scheduler
 from tests.kit.tiny_sizes import CONTEXT_LENGTH
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def test_preemption_does_not_change_answers(windowed: Windowed, depth: int) -> N
             world.core.requests.preempt()
     assert [world.outputs[uid] for uid in uids] == windowed.answers
     assert world.num_preemptions
-    world.core.scheduler.check_integrity()
+    check_scheduler(world.core.scheduler)
 
 
 def test_windows_save_pages(windowed: Windowed) -> None:

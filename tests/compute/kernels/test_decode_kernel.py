@@ -20,15 +20,18 @@ from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.triton import decode
 from aioengine.models._base import InputSpec
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-from aioengine.runner.graphs.rearranged_rows import SharedPrefixes, TokenRows, can_expand, expand_rows
+from aioengine.runner.graphs.decode_inputs import DecodeInputs
+from aioengine.runner.graphs.shared_prefixes import SharedPrefixes
+from aioengine.runner.graphs.token_rows import TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.rows import PageTables, RowTable
+from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.runner.graphs.test_cascade_groups import part_of
 from tests.compute.stepping import write_and_attend
 
-torch.cuda.Event, torch.cuda.Stream = SimpleNamespace, lambda device: None
+copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+torch.cuda.Event = lambda: copied
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_SIZE, SIZE = 16, 200, 4, 2, 64, 12
 torch.manual_seed(0)
@@ -42,7 +45,7 @@ table = RowTable(
 )
 model = SimpleNamespace(input_spec=InputSpec(), features=None, vocab_size=9)
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
-graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
+memory = DecodeInputs(inputs, max_rows=SIZE, short_length=0, lag=0, waits=True)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 long, short = [order.pop() for _ in range(17)], [order.pop() for _ in range(3)]
 beginnings = [short, long, [], long, short, long, [], long]
@@ -65,14 +68,13 @@ assert found.pages.num_pages.tolist() == [17, 3]
 for cascade in (None, found):
     ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # leftovers of a larger step
-    graphs._host_arrays = [host]
+    memory._host_arrays = [host]
     indices = rows.row_indices[ordered]
-    (num_words,) = graphs._fill(
-        SIZE, rows, sampled, TokenRows(ordered, rows.starts[ordered], indices, indices, cascade)
-    )
-    assert (host[num_words:] == 77).all()
-    graphs._memory = [torch.from_numpy(host)]
-    columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
+    tokens = TokenRows(ordered, indices, rows.starts[ordered], indices, indices, cascade)
+    memory.fill(SIZE, rows, sampled, tokens, 1)
+    assert (host[memory._ends[0]:] == 77).all()
+    memory._device = [torch.from_numpy(host)]
+    columns, buffers = memory.columns(SIZE), memory.buffers(SIZE)
     assert columns[0, :num_rows].tolist() == rows.row_indices[ordered].tolist()
     assert columns[1, :num_rows].tolist() == rows.starts[ordered].tolist()
     assert columns[2].tolist() == [*batch.slot_mapping[torch.from_numpy(ordered)].tolist(), *[0] * (SIZE - num_rows)]
@@ -135,10 +137,10 @@ found = expand_rows(rows, table)
 step_inputs, batch = inputs.build(model, rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
 found.targets[rows.token_ends - 1] = rows.row_indices
-graphs._host_arrays = [host]
-graphs._fill(SIZE, rows, sampled, found)
-graphs._memory = [torch.from_numpy(host)]
-columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
+memory._host_arrays = [host]
+memory.fill(SIZE, rows, sampled, found, 1)
+memory._device = [torch.from_numpy(host)]
+columns, buffers = memory.columns(SIZE), memory.buffers(SIZE)
 num_tokens = 7
 assert table.last_tokens[columns[0, :num_tokens]].tolist() == step_inputs.token_ids.tolist() == [3, 4, 5, 8, 6, 7, 8]
 assert columns[1, :num_tokens].tolist() == step_inputs.positions.tolist()
@@ -172,15 +174,12 @@ reference.prepare(batch)
 heads = torch.randn(SIZE, HEADS + 2 * KV_HEADS, HEAD_SIZE)
 q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 expected = write_and_attend(reference, q, k, v, 0)
-copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
 for most in (2, 3, 4):
-    is_first = (found.positions - rows.starts[found.row_of_token]) % most == 0
-    tables = np.append(np.flatnonzero(is_first), [SIZE])
     host = np.full(4000, 77, dtype=np.int32)
-    graphs._host_arrays = [host]
-    graphs._fill(SIZE, rows, sampled, found, tables)
-    graphs._memory = [torch.from_numpy(host)]
-    columns, buffers = graphs._columns(SIZE), graphs._buffers(SIZE)
+    memory._host_arrays = [host]
+    plan = memory.fill(SIZE, rows, sampled, found, most)
+    memory._device = [torch.from_numpy(host)]
+    columns, buffers = memory.columns(SIZE), memory.buffers(SIZE)
     assert columns[2].tolist() == batch.slot_mapping.tolist()
     fixed = object.__new__(FixedDecodeRows)
     fixed._layers, fixed.most_tokens = attention_layers(shape, pool), most
@@ -188,7 +187,7 @@ for most in (2, 3, 4):
     fixed._pinned_splits, fixed._copied, fixed._number = [splits.clone()], [copied], 0
     num_done = torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)
     fixed._rows = decode.DecodeRows(buffers.starts, buffers.page_ids, splits, num_done, buffers.last_lengths, most)
-    fixed.plan(buffers.starts, buffers.last_lengths, tables)
+    fixed.plan(*plan)
     out = torch.zeros(SIZE, HEADS, HEAD_SIZE)
     decode.decode(q, (pool[0, 0], pool[0, 1]), fixed._rows, scale=shape.scale, out=out)
     assert not num_done.any()

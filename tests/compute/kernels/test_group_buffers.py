@@ -15,14 +15,15 @@ import torch
 from aioengine.models._base import InputSpec
 from aioengine.settings.page_groups import PageGroups
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs.decode_graphs import DecodeGraphs
-from aioengine.runner.graphs.rearranged_rows import TokenRows
+from aioengine.runner.graphs.decode_inputs import DecodeInputs
+from aioengine.runner.graphs.token_rows import TokenRows
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.rows import PageTables
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
-torch.cuda.Event, torch.cuda.Stream = SimpleNamespace, lambda device: None
+copied = SimpleNamespace(synchronize=lambda: None)
+torch.cuda.Event = lambda: copied
 PAGE_SIZE, NUM_PAGES, SIZE, WINDOWS = 4, 400, 8, (None, 10, 5)
 groups = PageGroups(windows=WINDOWS, page_size=PAGE_SIZE)
 table = RowTable(
@@ -31,7 +32,7 @@ table = RowTable(
 )
 inputs = InputBuilder(table, page_size=PAGE_SIZE, num_embeddings=9)
 model = SimpleNamespace(input_spec=InputSpec(), features=None, vocab_size=9)
-graphs = DecodeGraphs(model, None, inputs, vocab_size=9, max_rows=SIZE)
+memory = DecodeInputs(inputs, max_rows=SIZE, short_length=0, lag=0, waits=True)
 order = np.random.default_rng(0).permutation(NUM_PAGES).tolist()
 lengths = [1, 4, 5, 37, 60]
 for uid, length in enumerate(lengths):
@@ -43,11 +44,11 @@ rows = inputs.columns_of([Row(uid, length - 1, 1, TOKENS) for uid, length in enu
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 _, batch = inputs.build(model, rows, None, num_outputs=len(lengths))
 hosts = np.full((3, 4000), 77, dtype=np.int32)
-graphs._host_arrays = [*hosts]
-tokens = TokenRows(slice(None), rows.starts, rows.row_indices, rows.row_indices)
-graphs._fill(SIZE, rows, sampled, tokens)
-graphs._memory = [*torch.from_numpy(hosts)]
-parts = graphs._buffers(SIZE).parts
+memory._host_arrays = [*hosts]
+tokens = TokenRows(slice(None), rows.row_indices, rows.starts, rows.row_indices, rows.row_indices)
+memory.fill(SIZE, rows, sampled, tokens, 1)
+memory._device = [*torch.from_numpy(hosts)]
+parts = memory.buffers(SIZE).parts
 assert len(parts) == len(batch.parts) == 3
 for part, own_batch, window in zip(parts, batch.parts, WINDOWS, strict=True):
     assert part.slot_mapping[: len(lengths)].tolist() == own_batch.slot_mapping.tolist()

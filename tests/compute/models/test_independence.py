@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from aioengine import models
-from aioengine.attention import fused
+from aioengine.attention import _cpu_kernels, fused
 from aioengine.attention._base import AttentionShape, kv_pool_shape
 from aioengine.attention.fused import CHUNK, FusedAttention
 from aioengine.attention.torch import TorchAttention
@@ -187,12 +187,6 @@ def test_attention_matches_the_definition(
     torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_fused_attention_refuses_page_sizes_that_do_not_divide_its_chunk() -> None:
-    shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
-    with pytest.raises(ValueError, match="page_size 24.*'torch' accepts any size"):
-        FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=24)))
-
-
 @pytest.mark.parametrize("page_size", [3, 24, 512, 1024])
 def test_torch_attention_accepts_any_page_size(page_size: int) -> None:
     torch.manual_seed(0)
@@ -210,7 +204,7 @@ def test_torch_attention_accepts_any_page_size(page_size: int) -> None:
 
 def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
-    monkeypatch.setattr(fused, "find_limits", lambda *_, **__: None)
+    monkeypatch.setattr(_cpu_kernels, "find_limits", lambda *_, **__: None)
     assert not fused.serves(shape, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="not batch-invariant for head size 8"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
@@ -219,7 +213,7 @@ def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pyt
 def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden: torch.Tensor, scale: float, **_: bool
-    ) -> fused.Sums:
+    ) -> _cpu_kernels.Sums:
         """One position after the other, but in two halves where there are about 256 of them."""
         scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + hidden
         terms = torch.exp(scores.clamp(max=9.0)).unsqueeze(-1) * v.float().unsqueeze(2)
@@ -227,32 +221,32 @@ def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.Mon
         outputs = torch.stack([half.cumsum(3)[..., -1, :] for half in halves]).sum(0)
         return outputs.to(q.dtype), outputs[..., 0]
 
-    monkeypatch.setattr(fused, "MOST_ROWS", 40)
-    monkeypatch.setattr(fused, "TRIED_OFFSETS", (0, 5))
-    monkeypatch.setattr(fused, "TRIED_TIMES", (1, 2))
-    assert fused._matches(attend, 4, 192, head_size=8, dtype=torch.bfloat16)
-    assert not fused._matches(attend, 4, 256, head_size=8, dtype=torch.bfloat16)
+    monkeypatch.setattr(_cpu_kernels, "MOST_ROWS", 40)
+    monkeypatch.setattr(_cpu_kernels, "TRIED_OFFSETS", (0, 5))
+    monkeypatch.setattr(_cpu_kernels, "TRIED_TIMES", (1, 2))
+    assert _cpu_kernels._matches(attend, 4, 192, head_size=8, dtype=torch.bfloat16)
+    assert not _cpu_kernels._matches(attend, 4, 256, head_size=8, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("is_full_block", [False, True])
 def test_attention_by_products_matches_the_fused_kernel(is_full_block: bool) -> None:
     torch.manual_seed(0)
     queries, keys, values = torch.randn(2, 3, 8, 16), *torch.randn(2, 2, 3, 256, 16)
-    hidden = torch.where(torch.rand(1 if is_full_block else 2, 1, 4, 256) < 0.3, fused.MASKED, 0.0)
-    by_products = fused._attend_by_products(
+    hidden = torch.where(torch.rand(1 if is_full_block else 2, 1, 4, 256) < 0.3, _cpu_kernels.MASKED, 0.0)
+    by_products = _cpu_kernels.attend_by_products(
         queries, keys, values, hidden=hidden, scale=0.3, is_full_block=is_full_block
     )
-    expected = fused._attend(queries, keys, values, hidden=hidden.repeat(1, 1, 2, 1), scale=0.3)
+    expected = _cpu_kernels.attend(queries, keys, values, hidden=hidden.repeat(1, 1, 2, 1), scale=0.3)
     torch.testing.assert_close(by_products, expected)
 
 
 def test_fused_kernel_is_used_if_products_of_two_libraries_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    if fused.find_limits(32, torch.float32, torch.get_num_threads()) is None:
+    if _cpu_kernels.find_limits(32, torch.float32, torch.get_num_threads()) is None:
         pytest.skip("no kernel is batch-invariant on this CPU")
-    monkeypatch.setattr(fused, "PIECE", 50)
-    limits = fused.find_limits.__wrapped__(32, torch.float32, 1)
+    monkeypatch.setattr(_cpu_kernels, "PIECE", 50)
+    limits = _cpu_kernels.find_limits.__wrapped__(32, torch.float32, 1)
     assert limits is not None
-    assert limits.attend is fused._attend
+    assert limits.attend is _cpu_kernels.attend
 
 
 def random_model(dtype: torch.dtype, head_size: int) -> models.Model:

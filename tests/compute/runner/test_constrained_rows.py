@@ -20,7 +20,7 @@ from aioengine.errors import RequestError
 from aioengine.protocol.messages import LAST_STATES, FinishCode, Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner import constrained_rows
-from aioengine.runner.graphs.rearranged_rows import can_expand
+from aioengine.runner.graphs.token_rows import can_expand
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.request_row import LogitsRow, RequestRow
 from tests.compute.interpreted import run_interpreted

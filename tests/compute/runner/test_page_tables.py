@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
-from aioengine.runner.rows import PageTables
+from aioengine.runner.page_tables import PageTables
 from aioengine.settings.page_groups import PageGroups
 
 

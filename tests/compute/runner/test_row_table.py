@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.rows import PageTables, RowTable
+from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import NewRow
 
 

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aioengine.attention import fused
+from aioengine.attention import _cpu_kernels
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.kit.tiny_sizes import SIZES
 
@@ -43,7 +43,8 @@ def calls_of_decode_step(world: World, num_rows: int) -> int:
 
 
 @pytest.mark.skipif(
-    fused.find_limits(HEAD_SIZE, torch.float32, torch.get_num_threads()) is None, reason="another attention is used"
+    _cpu_kernels.find_limits(HEAD_SIZE, torch.float32, torch.get_num_threads()) is None,
+    reason="another attention is used",
 )
 @pytest.mark.parametrize(("family", "most"), [("llama", 50), ("qwen3", 60)])
 def test_decode_step_needs_few_operator_calls(family: str, most: int, tmp_path: Path) -> None:

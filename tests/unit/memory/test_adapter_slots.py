@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioengine.memory.adapter_slots import AdapterSlots, Waiter
+from tests.kit.integrity import check_slots
 
 if TYPE_CHECKING:
     from aioengine.memory.adapter_slots import Key
@@ -67,7 +68,7 @@ class Desk:
                 placed.append(key)
             self.queue += released
             self.admit()
-            self.slots.check_integrity()
+            check_slots(self.slots)
             if not self.slots.is_changed:
                 return placed
 
@@ -225,7 +226,7 @@ def test_a_slot_of_released_requests_is_assigned_to_an_adapter_that_ranks_before
     desk.slots.wait(A, waiter(1))
     assert assigned(desk.slots, ALL)[0] == [(1, A)]
     assert not desk.slots.may_use(B, waiter(5))
-    desk.slots.check_integrity()
+    check_slots(desk.slots)
 
 
 def test_a_released_request_that_waits_again_is_queued_once() -> None:
@@ -310,7 +311,7 @@ def test_any_order_of_events_serves_every_request(steps: list[tuple[str, int]], 
     desk = events.desk
     for what, number in steps:
         getattr(events, what)(number)
-        desk.slots.check_integrity()
+        check_slots(desk.slots)
         for uid, slot in desk.running.items():
             assert desk.slots.slot_of(uid) == slot
             assert desk.slots.has(desk.needs[uid][0])

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioengine.memory.prefix_cache import Allocation, PrefixCache
 from aioengine.memory.snapshots import NO_SNAPSHOT, NUM_ROLLING, Snapshots
+from tests.kit.integrity import check_cache
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
@@ -126,7 +127,7 @@ class Storm(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.world.cache.check_integrity(request.allocation for request in self.world.running)
+        check_cache(self.world.cache, (request.allocation for request in self.world.running))
 
 
 TestStorm = Storm.TestCase
@@ -189,5 +190,5 @@ def test_wrong_snapshots_are_not_stored(is_second_wrong: bool) -> None:
     assert (second.num_computed, len(world.snapshots._ids)) == (4, 1)
     for request, is_wrong in ((second, is_second_wrong), (first, not is_second_wrong)):
         world.close(request, is_invalid=is_wrong)
-        world.cache.check_integrity(each.allocation for each in world.running)
+        check_cache(world.cache, (each.allocation for each in world.running))
     assert len(world.snapshots._ids) == 0

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aioengine.memory.windowed_cache import RELEASED, WindowedAllocation, WindowedCache
 from aioengine.settings.page_groups import PageGroups
+from tests.kit.integrity import check_cache
 
 WINDOWS = st.sampled_from([(1,), (4,), (None, 3), (None, 5, 2), (6, 6)])
 
@@ -94,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     def pages_add_up_and_all_that_is_seen_is_there(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity(one.allocation for one in self.running)
+        check_cache(self.cache, (one.allocation for one in self.running))
         owned: list[int] = []
         for one in self.running:
             owned += self._own_pages(one.allocation)

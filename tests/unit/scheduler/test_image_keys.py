@@ -12,6 +12,7 @@ from aioengine.scheduler.request import Request, with_image_keys
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 from aioengine.settings.page_groups import PageGroups
+from tests.kit.integrity import check_scheduler
 
 PLACEHOLDER = 99
 
@@ -82,7 +83,7 @@ def test_equal_images_share_pages_and_others_do_not() -> None:
         assert plan.new_rows[0].token_ids[2:8] == [PLACEHOLDER] * 6
         assert len(plan.new_rows[0].media) == (uid < 3)
     assert num_cached == {0: 0, 1: 8, 2: 0, 3: 0}
-    found.check_integrity()
+    check_scheduler(found)
 
 
 def test_requests_about_one_image_wait_for_the_first() -> None:

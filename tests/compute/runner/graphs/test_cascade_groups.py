@@ -11,9 +11,10 @@ import torch
 from aioengine.attention._base import AttentionShape, CascadeLimits, kv_pool_shape
 from aioengine.attention.torch import TorchAttention
 from aioengine.protocol.messages import Sampling
-from aioengine.runner.graphs.rearranged_rows import CascadeGroup, SharedPrefixes, find_groups
+from aioengine.runner.graphs.shared_prefixes import CascadeGroup, SharedPrefixes, find_groups
 from aioengine.runner.inputs import InputBuilder
-from aioengine.runner.rows import PageTables, RowTable
+from aioengine.runner.page_tables import PageTables
+from aioengine.runner.rows import RowTable
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 from tests.compute.stepping import make_batch, write_and_attend
 

@@ -7,7 +7,13 @@ import itertools
 import pytest
 from msgspec.structs import replace
 
-from aioengine.runner.graphs.ladder import MAX_ENCODER_TOKENS, cascade_ladder, ladder, longest_graph, piece_ladder
+from aioengine.runner.graphs.ladder import (
+    MAX_ENCODER_TOKENS,
+    cascade_ladder,
+    decode_ladder,
+    longest_graph,
+    piece_ladder,
+)
 from aioengine.settings.config import Settings
 from aioengine.settings.resolve import PACKED
 from tests.compute.runner_world import make_settings
@@ -15,7 +21,7 @@ from tests.compute.runner_world import make_settings
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 16, 100, 256, 300, 1024])
 def test_row_counts_are_close_together(max_rows: int) -> None:
-    sizes = ladder(max_rows)
+    sizes = decode_ladder(max_rows)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
     assert all(after - before <= max(4, before // 2) for before, after in itertools.pairwise(sizes))
@@ -23,7 +29,7 @@ def test_row_counts_are_close_together(max_rows: int) -> None:
 
 
 def test_no_graphs() -> None:
-    assert ladder(0) == []
+    assert decode_ladder(0) == []
 
 
 @pytest.mark.parametrize("max_rows", [48, 50, 64, 100, 256, 1024, 2000])

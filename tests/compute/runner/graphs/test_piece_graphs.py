@@ -121,8 +121,8 @@ def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> 
         batch, inputs = make_batch(rows, tables, PAGE_SIZE), make_inputs(model, rows)
         reference.prepare(batch)
         expected = model.forward(inputs, reference)
-        assert graphs.fits(batch)
-        found = graphs.replay(inputs, batch)
+        assert graphs.fits(batch, len(rows))
+        found = graphs.replay(inputs, batch, len(rows))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(pool[:, :, 1:], expected_pool[:, :, 1:], rtol=1e-4, atol=1e-5)
         assert pool[:, :, PADDING_PAGE].isfinite().all()
@@ -152,18 +152,19 @@ def test_nan_values_do_not_reach_the_padding_of_later_steps(model: Model) -> Non
     graphs.capture(32, lambda *_: None)
     pool[0, 1, 9] = torch.nan
     rows = [(4, 32)]
-    assert graphs.replay(make_inputs(model, rows), make_batch(rows, [[9, *range(1, 9)]], PAGE_SIZE)).isnan().all()
+    batch = make_batch(rows, [[9, *range(1, 9)]], PAGE_SIZE)
+    assert graphs.replay(make_inputs(model, rows), batch, 1).isnan().all()
     pool[:] = 0
-    graphs.replay(make_inputs(model, [(0, 3)]), make_batch([(0, 3)], [[20]], PAGE_SIZE))
+    graphs.replay(make_inputs(model, [(0, 3)]), make_batch([(0, 3)], [[20]], PAGE_SIZE), 1)
     assert pool.isfinite().all()
 
 
 def test_leftovers_of_a_larger_step_are_not_read(model: Model) -> None:
     padded = PaddedInputs.zeros(model, 64, 4, CPU)
     rows = [(5, 30), (0, 30)]
-    padded.fill(make_inputs(model, rows), make_batch(rows, [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE))
+    padded.fill(make_inputs(model, rows), make_batch(rows, [list(range(1, 10)), list(range(10, 20))], PAGE_SIZE), 2)
     smaller = padded.for_graph(32, 4)
-    smaller.fill(make_inputs(model, [(7, 2)]), make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE))
+    smaller.fill(make_inputs(model, [(7, 2)]), make_batch([(7, 2)], [[30, 31, 32]], PAGE_SIZE), 1)
     assert smaller.slots[0].tolist() == [31 * 4 + 3, 32 * 4, *[0] * 30]
     outputs, positions = smaller.inputs.outputs, smaller.inputs.positions
     assert outputs is not None
@@ -191,9 +192,9 @@ def test_hidden_states_of_further_tokens(model: Model) -> None:
 def test_steps_that_fit_no_graph(model: Model) -> None:
     pool = torch.zeros(_base.kv_pool_shape(model.attention_shape, num_pages=NUM_PAGES, page_size=PAGE_SIZE))
     graphs = PieceGraphs(model, Piecewise(model.attention_shape, pool), list(pool), max_outputs=2)
-    assert not graphs.fits(make_batch([(0, 2)], [[1]], PAGE_SIZE)), "nothing is captured yet"
+    assert not graphs.fits(make_batch([(0, 2)], [[1]], PAGE_SIZE), 1), "nothing is captured yet"
     with torch.inference_mode():
         graphs.capture(20, lambda *_: None)
-    assert graphs.fits(make_batch([(0, 20)], [list(range(1, 6))], PAGE_SIZE))
-    assert not graphs.fits(make_batch([(0, 21)], [list(range(1, 7))], PAGE_SIZE))
-    assert not graphs.fits(make_batch([(0, 2)] * 3, [[1], [2], [3]], PAGE_SIZE))
+    assert graphs.fits(make_batch([(0, 20)], [list(range(1, 6))], PAGE_SIZE), 1)
+    assert not graphs.fits(make_batch([(0, 21)], [list(range(1, 7))], PAGE_SIZE), 1)
+    assert not graphs.fits(make_batch([(0, 2)] * 3, [[1], [2], [3]], PAGE_SIZE), 3)

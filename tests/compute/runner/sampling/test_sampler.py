@@ -8,8 +8,9 @@ import torch
 
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.request_row import SampledRows
-from aioengine.runner.rows import PageTables, RowTable
+from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler, greedy
 from aioengine.scheduler.plan import NewRow
 

@@ -13,7 +13,7 @@ import torch
 from aioengine.protocol.messages import Sampling
 from aioengine.runner import logits as logits_processors
 from aioengine.runner.logits.token_processors import Penalties
-from aioengine.runner.rows import PageTables
+from aioengine.runner.page_tables import PageTables
 from aioengine.runner.request_row import LogitsRow
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.device_sampler import TokenCounts

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from aioengine.runner.speculation.draft_model import DraftModel, PlannedDrafts, ProposedDrafts
+from aioengine.runner.speculation.draft_model import DeviceDrafts, DraftModel, DraftPlan
 from tests.compute.runner.speculation.test_draft_model import accepted, prompt_of
 from tests.compute.runner_world import World, make_settings, save_model, with_draft
 from tests.kit.draft_heads import (
@@ -78,13 +78,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Proposals:
     seen: Proposals = []
     propose = DraftModel.propose
 
-    def record(model: DraftModel, planned: list[PlannedDrafts]) -> ProposedDrafts | None:
-        found = propose(model, planned)
-        drafts = {} if found is None else model.by_request(found, found.token_ids.tolist())
+    def record(model: DraftModel, plans: list[DraftPlan]) -> DeviceDrafts | None:
+        proposed = propose(model, plans)
+        drafts = {} if proposed is None else proposed.by_request(proposed.token_ids.tolist())
         seen.extend(
-            (one.drafted.token_ids.copy(), drafts[uid]) for one in planned if (uid := one.drafted.row.uid) in drafts
+            (plan.drafted.token_ids.copy(), drafts[uid]) for plan in plans if (uid := plan.drafted.row.uid) in drafts
         )
-        return found
+        return proposed
 
     monkeypatch.setattr(DraftModel, "propose", record)
     return seen

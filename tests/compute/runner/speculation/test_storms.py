@@ -26,6 +26,7 @@ from tests.compute.runner_world import World, make_settings, save_model, with_dr
 from tests.kit.draft_heads import head_config, random_tensors, save_head, save_repeating, save_with_mtp
 from tests.kit.drafts import save_with_draft
 from tests.kit.grammar_walks import FOLDER, grammar_of
+from tests.kit.integrity import check_scheduler
 from tests.kit.processors import ADD
 from tests.kit.tiny_sizes import VOCAB_SIZE
 
@@ -159,7 +160,7 @@ def run_in(world: World, submits: list[Submit], seed: int) -> Storm:
             cut[uid] = FinishCode.ABORT
             world.core.requests.abort([uid], FinishCode.ABORT)
         world.step()
-    world.core.scheduler.check_integrity()
+    check_scheduler(world.core.scheduler)
     world.runner.close()
     return Storm(world, cut)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from aioengine.runner.sampling.philox import UniformTable, uniforms
 from aioengine.runner.sampling.sampler import FAILED
+from aioengine.runner.speculation.step_drafts import StepDrafts
 from aioengine.runner.speculation.verifier import Verification, Verifier, num_accepted, row_groups
-from aioengine.runner.ticket import StepDrafts
 
 ROWS = st.lists(
     st.tuples(
@@ -41,6 +41,7 @@ def verified(drafts: list[int], sampled: list[int]) -> list[int]:
 @given(rows=ROWS)
 def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]]) -> None:
     verification = Verification([drafts for drafts, _, _ in rows], [one_by_one for _, _, one_by_one in rows])
+    verification.active = [*range(len(rows))]
     kept_of: list[list[int]] = [[] for _ in rows]
     while verification.active:
         entries = verification.entries()
@@ -60,6 +61,7 @@ def test_all_rows_get_their_tokens(rows: list[tuple[list[int], list[int], bool]]
 
 def test_a_stopped_row_ends_with_the_accepted_draft() -> None:
     verification = Verification([[4, 5, 6]], [True])
+    verification.active = [0]
     verification.take(verification.entries(), [4])
     verification.stop(0)
     assert (verification.active, verification.counts, verification.final) == ([], [0], [4])
@@ -92,10 +94,10 @@ def test_row_fails_with_its_last_draft() -> None:
     unused: Any = None
     table: Any = SimpleNamespace(draft_indices=lambda number, rows: rows, upload=torch.from_numpy)
     graphs: Any = SimpleNamespace(accept=lambda step, token_ids, spans: None)
-    verifier = Verifier(table, unused, unused, None, logits=unused, keep=unused, errors={}, read=unused)
+    verifier = Verifier(table, *[unused] * 6, errors={})
     rows: Any = SimpleNamespace(token_ends=np.array([3, 4]))
     requests = [SimpleNamespace(uid=1), SimpleNamespace(uid=2)]
     sampled: Any = SimpleNamespace(requests=requests, row_indices=np.arange(2))
     step: Any = SimpleNamespace(token_ids=torch.tensor([7, 8, FAILED, 9]))
     drafts = StepDrafts(proposed={1: [7, 8]})
-    assert verifier.accept_later(graphs, step, rows, sampled, drafts).lasts == [2, 3]
+    assert verifier.accept_on_device(graphs, step, rows, sampled, drafts).lasts == [2, 3]

@@ -3,9 +3,9 @@
 A *chunk* is ``CHUNK`` consecutive positions of a row. A *unit* is one chunk of one row. One kernel call computes many
 units. If many rows share a chunk (they have the same pages), one call computes it for all of them.
 
-The result of each chunk is stored in a *slot* of its row (not a KV slot), and the slots are merged at the end. Without
-a window, the slot of a chunk is its index. With a window, a token sees few chunks, so chunks reuse the slots
-cyclically. The slot of a chunk never depends on other rows, so the chunks are always merged in the same order.
+The result of each chunk is stored in a *lane* of its row, and the lanes are merged at the end. Without a window, the
+lane of a chunk is its index. With a window, a token sees few chunks, so chunks reuse the lanes cyclically. The lane of
+a chunk never depends on other rows, so the chunks are always merged in the same order.
 
 R rows, K kv heads, U units, C positions of a chunk, P pages of a chunk, X chunks of the longest row.
 """
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import ForwardBatch
-
-Ints = npt.NDArray[np.int64]
+from aioengine.kernels.arrays import Ints32, Ints64
 
 CHUNK = 512
 """Number of positions that the kernel processes at a time."""
@@ -42,7 +41,7 @@ class WorkUnits(NamedTuple):
 
     Attributes:
         rows: [U] index of the row of each unit, among the decode rows; None: the units are all rows, in order.
-        targets: [U] index of the result of each unit: slot * R + row.
+        targets: [U] index of the result of each unit: lane * R + row.
         pages: [2 * U * K * P], see ``Paging.pairs``; [2 * K * P] if shared.
         width: C; chunks with fewer positions are padded.
         hidden: [U, 1, 1, C] mask added to the scores; None if shared.
@@ -59,12 +58,12 @@ class DecodeUnits(NamedTuple):
     """The decode rows of a batch, divided into units.
 
     Attributes:
-        num_slots: maximum number of slots of a row.
+        num_lanes: maximum number of lanes of a row.
         tokens: [R] index of the token of each row in the batch; None: the batch has only decode rows.
     """
 
     num_rows: int
-    num_slots: int
+    num_lanes: int
     tokens: Tensor | None
     units: list[WorkUnits]
 
@@ -79,9 +78,6 @@ class Paging:
         padded_width: maps the number of visible positions of a chunk to the number that the kernel computes.
         max_positions: maximum positions of the units of a call, if it has several units.
         window: the number of positions that a token attends to; None: all.
-
-    Raises:
-        ValueError: the page size does not divide ``CHUNK``.
     """
 
     num_kv_heads: int
@@ -91,25 +87,18 @@ class Paging:
     max_positions: int
     window: int | None = None
 
-    def __post_init__(self) -> None:
-        if CHUNK % self.page_size:
-            message = (
-                f"page_size {self.page_size} does not divide {CHUNK}, as 'fused' requires; 'torch' accepts any size"
-            )
-            raise ValueError(message)
-
     @property
-    def max_slots(self) -> int | None:
-        """A power of two above the number of chunks that a block of prefill tokens sees; None: one slot per chunk."""
+    def max_lanes(self) -> int | None:
+        """A power of two above the number of chunks that a block of prefill tokens sees; None: one lane per chunk."""
         if self.window is None:
             return None
         return 1 << ((self.window + BLOCK_TOKENS - 2) // CHUNK + 1).bit_length()
 
-    def slot(self, chunk: int) -> int:
-        return chunk if self.max_slots is None else chunk % self.max_slots
+    def lane(self, chunk: int) -> int:
+        return chunk if self.max_lanes is None else chunk % self.max_lanes
 
-    def num_slots(self, num_chunks: int) -> int:
-        return num_chunks if self.max_slots is None else min(num_chunks, self.max_slots)
+    def num_lanes(self, num_chunks: int) -> int:
+        return num_chunks if self.max_lanes is None else min(num_chunks, self.max_lanes)
 
     def first_seen(self, position: int) -> int:
         """Return the first position that a token at ``position`` attends to."""
@@ -121,12 +110,12 @@ class Paging:
         heads = self._pairs(pages)
         return torch.from_numpy((heads * self.page_size + offsets[:, np.newaxis]).ravel())
 
-    def _pairs(self, pages: Ints) -> Ints:
+    def _pairs(self, pages: Ints64) -> Ints64:
         """Convert page ids [...] to indices [2, ..., K] of (page, kv head) pairs of keys and of values."""
         sides = np.arange(2).reshape(2, *(1,) * pages.ndim, 1) * (self.num_pages * self.num_kv_heads)
         return sides + (pages * self.num_kv_heads)[..., np.newaxis] + np.arange(self.num_kv_heads)
 
-    def chunk_table(self, page_table: npt.NDArray[np.int32], num_chunks: int) -> Ints:
+    def chunk_table(self, page_table: Ints32, num_chunks: int) -> Ints64:
         """Divide a page table [R, pages] into the page ids of each chunk [R, X, P], padded with page 0."""
         num_rows, num_columns = page_table.shape
         chunk_pages = CHUNK // self.page_size
@@ -135,7 +124,7 @@ class Paging:
         table[:, :used] = page_table[:, :used]
         return table.reshape(num_rows, num_chunks, chunk_pages)
 
-    def pairs(self, pages: Ints) -> Tensor:
+    def pairs(self, pages: Ints64) -> Tensor:
         """Convert page ids [U, P] to indices [2 * U * K * P] of (page, kv head) pairs of keys, then of values."""
         return torch.from_numpy(self._pairs(pages).swapaxes(2, 3).ravel())
 
@@ -152,7 +141,7 @@ class Paging:
         table = self.chunk_table(page_table, num_chunks)
         left = kv_lengths - np.arange(num_chunks)[:, np.newaxis] * CHUNK
         shared, unshared = self._find_shared(table, left)
-        first_seen: Ints | None = None
+        first_seen: Ints64 | None = None
         if self.window is not None:
             first_seen = np.maximum(kv_lengths - self.window, 0)
             ends = np.arange(1, num_chunks + 1) * CHUNK
@@ -166,10 +155,12 @@ class Paging:
         if not is_all:
             starts = first_tokens(batch.query_lengths)
             tokens = torch.tensor([starts[row] for row in single])
-        num_slots = self.num_slots(num_chunks)
-        return DecodeUnits(num_rows=len(single), num_slots=num_slots, tokens=tokens, units=shared + units)
+        num_lanes = self.num_lanes(num_chunks)
+        return DecodeUnits(num_rows=len(single), num_lanes=num_lanes, tokens=tokens, units=shared + units)
 
-    def _own_chunks(self, table: Ints, left: Ints, rows: Ints, chunks: Ints, *, first_seen: Ints | None) -> WorkUnits:
+    def _own_chunks(
+        self, table: Ints64, left: Ints64, rows: Ints64, chunks: Ints64, *, first_seen: Ints64 | None
+    ) -> WorkUnits:
         """Return the units of one call, for chunks [U] of rows [U].
 
         left: [X, R] number of positions of a row from the start of a chunk to the end of the row.
@@ -181,16 +172,16 @@ class Paging:
         pages = self.pairs(table[rows, chunks, : width // self.page_size])
         columns = np.arange(width)
         is_hidden = columns >= visible[:, np.newaxis]
-        slots = chunks
+        lanes = chunks
         if first_seen is not None:
             is_hidden |= columns < (first_seen[rows] - chunks * CHUNK)[:, np.newaxis]
-            slots = chunks % self.num_slots(num_chunks)
+            lanes = chunks % self.num_lanes(num_chunks)
         hidden = torch.from_numpy((is_hidden * np.float32(MASKED))[:, np.newaxis, np.newaxis])
         is_all = num_chunks == 1 and len(rows) == num_rows
-        targets = torch.from_numpy(slots * num_rows + rows)
+        targets = torch.from_numpy(lanes * num_rows + rows)
         return WorkUnits(None if is_all else torch.from_numpy(rows), targets, pages, width, hidden)
 
-    def _find_shared(self, table: Ints, left: Ints) -> tuple[list[WorkUnits], npt.NDArray[np.bool_]]:
+    def _find_shared(self, table: Ints64, left: Ints64) -> tuple[list[WorkUnits], npt.NDArray[np.bool_]]:
         """Return the full chunks that at least ``MIN_SHARING`` rows share, and a mask [X, R] of the other chunks."""
         num_rows, num_chunks, _ = table.shape
         unshared = left > 0
