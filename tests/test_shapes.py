@@ -11,7 +11,7 @@ import pytest
 from tests.kit.source import Function, Module, decorators, functions, module, modules
 
 FOLDERS = ("runner/", "models/", "layers/", "attention/", "quantization/", "kernels/")
-ARRAYS = re.compile(r"\b(Tensor|NDArray|Ints(?:32|64)?|Floats|Words|Pages)\b")
+ARRAYS = re.compile(r"\b(Tensor|NDArray|Ints32|Ints64|Floats|Words|Pages)\b")
 
 
 def takes_arrays(function: Function) -> bool:

@@ -1,7 +1,7 @@
 """Kernels for chunks of attention on a CPU, and trials that show how they are batch-invariant.
 
-A kernel attends with some query rows to a chunk of positions. It returns the output of the chunk and the logarithm of
-its sum of exponentials, so that ``merge`` can combine chunks.
+A kernel returns the output of a chunk and the logarithm of its sum of exponentials, so that ``merge`` can combine
+chunks.
 
 There are two kernels. ``attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN. The
 latter is twice as fast where MKL does not use AVX-512. It gives the same bits if both split sums in the same way. If
@@ -26,27 +26,21 @@ from aioengine.kernels import linear
 
 Sums = tuple[Tensor, Tensor]
 """The result of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
+Kernel = Callable[..., Sums]
+"""Attends with queries [B, H, M, E] to keys, values [B, H, C, E].
+
+Keywords:
+    hidden: mask [1 or B, 1, 1 or M, C]; None: no position is hidden.
+    scale: factor of the scores.
+    is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is not [B, ...].
+    needs_sums: otherwise the returned sums may be anything.
+"""
 PIECE = 192
 """MKL computes the sums of longer rows in pieces of this length."""
 
 
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    hidden: Tensor | None,
-    scale: float,
-    is_full_block: bool = False,
-    needs_sums: bool = True,
-) -> Sums:
-    """Attend with queries [B, H, M, E] to keys, values [B, H, C, E].
-
-    Args:
-        hidden: mask [1 or B, 1, 1 or M, C].
-        is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is not [B, ...].
-        needs_sums: otherwise the returned sums may be anything.
-    """
+def attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | None, scale: float, **_: bool) -> Sums:
+    """Implement ``Kernel`` with torch's fused kernel: queries [B, H, M, E]."""
     sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
     )
@@ -63,7 +57,7 @@ def attend_by_products(
     is_full_block: bool = False,
     needs_sums: bool = True,
 ) -> Sums:
-    """Attend as ``attend`` with queries [B, H, M, E], in fp32 with matrix products and torch's softmax.
+    """Implement ``Kernel`` in fp32 with matrix products and torch's softmax: queries [B, H, M, E].
 
     oneDNN only computes full blocks, because it compiles code for each M. The rows m of ``hidden`` may also divide M.
     """
@@ -160,7 +154,7 @@ class KernelLimits(NamedTuple):
 
     rows: int
     widths: tuple[int, ...]
-    attend: Callable[..., Sums]
+    attend: Kernel
 
 
 def limits_of(shape: AttentionShape, dtype: torch.dtype) -> KernelLimits | None:
@@ -196,7 +190,7 @@ def _has_fast_products(dtype: torch.dtype) -> bool:
     return not linear.has_matrix_unit()
 
 
-def _matches(kernel: Callable[..., Sums], rows: int, width: int, *, head_size: int, dtype: torch.dtype) -> bool:
+def _matches(kernel: Kernel, rows: int, width: int, *, head_size: int, dtype: torch.dtype) -> bool:
     """Return whether multiples of ``rows`` queries over ``width`` positions give the bits of many over a full chunk.
 
     The values of the second half of the positions cancel the values of the first half. Only the rounding error remains,

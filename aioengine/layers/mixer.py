@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aioengine.attention._base import StepAttention
+from aioengine.kernels.arrays import Ints32, Ints64
 from aioengine.kernels.heads import RotaryTables
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.adapters import AdapterRows, Grouping
 from aioengine.layers.layer import Layer
 from aioengine.layers.linear import Linear
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ class StepStates:
     rows: StateRows
 
 
-def token_blocks(counts: Ints) -> npt.NDArray[np.int32]:
+def token_blocks(counts: Ints64) -> Ints32:
     """Return ``StateRows.blocks`` [B, 2] for rows with ``counts`` [R] tokens."""
     num_blocks = -(-counts // BLOCK_TOKENS)
     rows = np.repeat(np.arange(len(counts)), num_blocks)

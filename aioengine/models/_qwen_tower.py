@@ -24,12 +24,12 @@ from torch.nn import functional
 from aioengine.attention._base import AttentionShape, ForwardBatch, kv_pool_shape
 from aioengine.attention.packed import PackedAttention
 from aioengine.kernels.activation import activate_and_mul
+from aioengine.kernels.arrays import Ints64
 from aioengine.kernels.heads import RotaryTables, rotate_heads
 from aioengine.kernels.norms import add_layer_norm, add_rms_norm, rms_norm
 from aioengine.models._base import ModelOptions
 from aioengine.models._image_decoder import ImageDecoder, shapes_of, to_device
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 _EPSILON = 1e-6
@@ -152,7 +152,7 @@ class QwenTower:
         frames = grid[0]
         rows, columns = patch_positions(grid, self._merge)
         num_patches = len(rows) // frames
-        order: Ints | None = None
+        order: Ints64 | None = None
         window_lengths = [num_patches] * frames
         if self._window:
             order, lengths = windows_of(grid, merge=self._merge, side=self._window)
@@ -170,20 +170,20 @@ class QwenTower:
             corners=self._corners(rows, columns, grid) if has_learned else None,
         )
 
-    def _angles(self, rows: Ints, columns: Ints) -> Floats:
+    def _angles(self, rows: Ints64, columns: Ints64) -> Floats:
         """rows and columns [N] of patches -> angles [N, 1, E / 2]: first half by row, second half by column."""
         half = self._head_size // 2
         frequencies = 1.0 / (self._theta ** (np.arange(0, half, 2, dtype=np.float32) / half))
         angles = np.stack((rows, columns), -1).astype(np.float32)[..., None] * frequencies.astype(np.float32)
         return angles.reshape(len(rows), 1, half)
 
-    def _corners(self, rows: Ints, columns: Ints, grid: Grid) -> tuple[Tensor, Tensor]:
+    def _corners(self, rows: Ints64, columns: Ints64, grid: Grid) -> tuple[Tensor, Tensor]:
         """Return the indices [N, 4] and weights [N, 4] of a bilinear interpolation in the square of learned positions.
 
         ``rows`` and ``columns`` [N]: of the patches.
         """
         side = int(self._visual.pos_embed.weight.shape[0] ** 0.5)
-        parts: list[tuple[Ints, Floats]] = []
+        parts: list[tuple[Ints64, Floats]] = []
         for positions, size in ((rows, grid[1]), (columns, grid[2])):
             exact = positions.astype(np.float32) * (side - 1) / max(size - 1, 1)
             low = np.floor(exact).astype(np.int64)
@@ -212,7 +212,7 @@ class QwenTower:
         attention.prepare(ForwardBatch(slot_mapping=empty, page_table=empty, query_lengths=lengths, kv_lengths=lengths))
         return attention
 
-    def _upload(self, values: Ints | Floats) -> Tensor:
+    def _upload(self, values: Ints64 | Floats) -> Tensor:
         """Copy an array [...] to the device."""
         return to_device(torch.from_numpy(np.ascontiguousarray(values)), self._device)
 
@@ -228,7 +228,7 @@ def cut(values: Tensor, *, size: int, merge: int, frames: int) -> Tensor:
     return repeated.reshape(rows * columns * merge**2, -1)
 
 
-def patch_positions(grid: Grid, merge: int) -> tuple[Ints, Ints]:
+def patch_positions(grid: Grid, merge: int) -> tuple[Ints64, Ints64]:
     """Return row and column [N] of each patch. The patches of a token are contiguous."""
     frames, height, width = grid
     parts = np.indices((height, width)).reshape(2, height // merge, merge, width // merge, merge)
@@ -236,7 +236,7 @@ def patch_positions(grid: Grid, merge: int) -> tuple[Ints, Ints]:
     return np.tile(rows, frames), np.tile(columns, frames)
 
 
-def windows_of(grid: Grid, *, merge: int, side: int) -> tuple[Ints, Ints]:
+def windows_of(grid: Grid, *, merge: int, side: int) -> tuple[Ints64, Ints64]:
     """Return the tokens ordered by windows of ``side`` x ``side`` tokens, [M], and the number of tokens per window."""
     frames, height, width = grid[0], grid[1] // merge, grid[2] // merge
     frame, row, column = np.indices((frames, height, width)).reshape(3, -1)

@@ -78,7 +78,7 @@ class ChatCall(Struct, kw_only=True):
         tokenizer, output = self.model.engine.tokenizer, self.model.output_format
         if self.template is not None and self.template not in tokenizer.template_names:
             names = ", ".join(tokenizer.template_names) or "none"
-            raise CallError(f"chat_template must be the name of a template of the model; there are: {names}")
+            raise CallError(f"chat_template must be the name of a template of the model; allowed: {names}")
         for place, tool in enumerate(self.tools or ()):
             if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
                 raise CallError(

@@ -64,8 +64,7 @@ class ServedModel:
         adapters = await self.adapters()
         if name in adapters:
             return name, name
-        known = ", ".join([*names, *adapters])
-        message = f"the model {name[:200]!r} does not exist; the models are {known}"
+        message = f"the model {name[:200]!r} does not exist; allowed: {', '.join([*names, *adapters])}"
         raise CallError(message, 404, code="model_not_found", param="model")
 
     def note(self, error: Exception) -> None:

@@ -122,7 +122,7 @@ class SchedulerService:
         self._compiling: dict[int, Future[Any]] = {}  # uid -> grammar of a request that waits for it
         self._checks: dict[Future[Reply], Control] = {}  # of new weights
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="aioengine-check")
-        self._num_weight_loads = num_weight_loads_in(runner.facts)
+        self._num_weight_loads = runner.facts.get("num_weight_loads", 0)
         self._failed_submits: list[End] = []
         self._replies: list[Message] = []
         self._stats_sent_at = 0.0
@@ -195,7 +195,7 @@ class SchedulerService:
                     to_peer.append(part)
         to_frontend += self._replies
         self._replies = []
-        if stats := self._due_stats(now, has_output=output is not None):
+        if stats := self._take_due_stats(now, has_output=output is not None):
             to_frontend.append(stats)
             if not to_peer:
                 to_peer.append(StepOutput())
@@ -284,8 +284,9 @@ class SchedulerService:
         message = f"{parameter} cannot be enforced: {error}"
         self._core.requests.end(request, End(request.uid, FinishCode.UNSUPPORTED, keyword, pointer, message))
 
-    def _due_stats(self, now: float, *, has_output: bool) -> Stats | None:
-        """Return statistics if they are due: at intervals while steps run, after the last step, and as heartbeats.
+    def _take_due_stats(self, now: float, *, has_output: bool) -> Stats | None:
+        """Return statistics to send, if they are due: at intervals while steps run, after the last step, and as
+        heartbeats.
 
         If there is work but no step ends, return None. The supervisor then detects a stall.
         """
@@ -363,10 +364,10 @@ class SchedulerService:
             return Reply(control.call_id, False, message, stage=stage)
         facts = self._runner.facts
         self._core.is_held = bool(facts.get("lacks_weights") or facts.get("lacks_memory"))
-        if (num_loads := num_weight_loads_in(facts)) != self._num_weight_loads:
+        if (num_loads := facts.get("num_weight_loads", 0)) != self._num_weight_loads:
             self._num_weight_loads = num_loads
-            version, keeps_kv = weight_version_in(facts), self._core.is_paused
-            reply.data = str(self._core.requests.change_weights(version, keeps_kv=keeps_kv))
+            version = str(facts["weight_version"])
+            reply.data = str(self._core.requests.change_weights(version, keeps_kv=self._core.is_paused))
         return reply
 
     def _flush_cache(self) -> tuple[bool, str, str]:
@@ -447,7 +448,7 @@ def build_service(
     profile = Profile(report)
     depth = settings.scheduler.depth
     core = SchedulerCore(scheduler, runner, depth, clock=time.monotonic, trace=profile, board=board)
-    core.requests.events.weight_version = weight_version_in(runner.facts)
+    core.requests.events.weight_version = str(runner.facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
     facts: dict[str, Fact] = {
         "page_size": settings.memory.page_size,
         "max_total_tokens": scheduler.cache.num_pages * settings.memory.page_size,
@@ -467,16 +468,6 @@ def build_service(
 def page_windows(facts: Mapping[str, Fact]) -> tuple[int | None, ...]:
     """Return ``PageGroups.windows`` from the facts of a runner. Empty if all layers have the same page table."""
     return tuple(int(window) or None for window in str(facts.get("page_windows", "")).split())
-
-
-def weight_version_in(facts: Mapping[str, Fact]) -> str:
-    """Return the version of the weights from the facts of a runner."""
-    return str(facts.get("weight_version", DEFAULT_WEIGHT_VERSION))
-
-
-def num_weight_loads_in(facts: Mapping[str, Fact]) -> int:
-    """Return how often the weights were replaced, from the facts of a runner."""
-    return int(facts.get("num_weight_loads", 0))
 
 
 def prepare_process(child: Child) -> Settings:

@@ -199,21 +199,16 @@ class _ModelSource:
             return self._fallback().num_bytes(self.without_memory().options)
         return sum(target.num_bytes for target in self.without_memory().build().weights().values())
 
-    def choose_attention(
-        self, model: Model, report: Callable[[Progress], None]
-    ) -> tuple[AttentionShape, AttentionChoice]:
-        """Return the shape of attention with the dtype of queries, and the backend."""
-        dtype, device = self.options.dtype, self.options.device
+    def load(self, model: Model, purpose: str, times: StartTimes, report: Callable[[Progress], None]) -> _LoadedModel:
+        """Choose attention, and load the weights. purpose: for the progress bar."""
+        dtype, device, newest = self.options.dtype, self.options.device, self.settings.model.weights
         shape = dataclasses.replace(model.attention_shape, dtype=dtype)
         choice = choose_attention(self.settings.runner, shape, dtype, device, kv_dtype=self.kv_dtype, report=report)
-        return shape, choice
-
-    def load_weights(self, model: Model, purpose: str, report: Callable[[Progress], None]) -> int:
-        """Load the weights, and return their bytes. purpose: for the progress bar."""
-        newest = self.settings.model.weights
-        return weights.load_newest(
+        times.end("attention")
+        weights_bytes = weights.load_newest(
             model, self.settings, newest, lambda done, total: report(Progress(purpose, done, total, "B"))
         )
+        return _LoadedModel(self, model, shape, choice, weights_bytes)
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -251,6 +246,20 @@ class _LoadedModel:
         """The sizes of its KV cache."""
         return replace(kv_cache_of(self.shape), feature_size=self.model.hidden_size if self.features else 0)
 
+    def allocate(self, num_pages: int, *, has_page_groups: bool = True) -> tuple[KVPool, AttentionBackend]:
+        """Allocate the memory of keys and values, and build attention."""
+        settings = self.source.settings
+        kv_pool = KVPool(
+            self.shape,
+            num_pages=num_pages,
+            page_size=settings.memory.page_size,
+            dtype=self.source.kv_dtype,
+            device=self.source.options.device,
+            can_resume=settings.memory.can_release and settings.runner.device == "cuda",
+            has_page_groups=has_page_groups,
+        )
+        return kv_pool, self.choice.build(self.shape, kv_pool.tensors)
+
 
 def _load(
     source: _ModelSource, vocab_size: int, memory: DeviceMemory, times: StartTimes, report: Callable[[Progress], None]
@@ -275,9 +284,7 @@ def _load(
         if options.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, settings.runner.logprobs_mode, options.shard.size)
         times.end("device")
-        shape, choice = source.choose_attention(model, report)
-        times.end("attention")
-        loaded = _LoadedModel(source, model, shape, choice, source.load_weights(model, "loading weights", report))
+        loaded = source.load(model, "loading weights", times, report)
     if settings.runner.draft is None or options.shard.rank:
         return loaded
     with memory.record("the weights of the draft model", advice=advice), torch.no_grad():
@@ -297,13 +304,12 @@ def _load_draft(
     check_unchanged(draft.model.files)
     source = _ModelSource.of(settings, WHOLE)
     model = source.build()
-    shape, choice = source.choose_attention(model, report)
-    weights_bytes = source.load_weights(model, "loading the draft model", report)
-    features = None
-    if isinstance(model, DraftHead):
-        model.target = target
-        target.features = features = Features(draft.read_layers, model.reduce)
-    return _LoadedModel(source, model, shape, choice, weights_bytes, features)
+    loaded = source.load(model, "loading the draft model", StartTimes(), report)
+    if not isinstance(model, DraftHead):
+        return loaded
+    model.target = target
+    target.features = Features(draft.read_layers, model.reduce)
+    return dataclasses.replace(loaded, features=target.features)
 
 
 def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str, num_ranks: int) -> None:
@@ -347,8 +353,7 @@ def _allocate(
 ) -> DeviceParts:
     """Allocate the pools, and build attention. vocab_size: token ids below this may be sampled."""
     model, device, draft = loaded.model, loaded.source.options.device, None
-    kv_pool = _kv_pool(loaded, pool.num_pages)
-    attention = loaded.choice.build(loaded.shape, kv_pool.tensors)
+    kv_pool, attention = loaded.allocate(pool.num_pages)
     states = None
     if model.state_shape is not None:
         states = StatePool(model.state_shape, max_rows=pool.num_rows, device=device, num_snapshots=pool.num_snapshots)
@@ -375,28 +380,14 @@ def _draft_parts(settings: Settings, draft: _LoadedModel, num_pages: int) -> Dra
     if draft.features is not None:
         size = (FIRST_PAGE + num_pages) * settings.memory.page_size, draft.model.hidden_size
         draft.features.pool = torch.zeros(size, dtype=draft.model.dtype, device=options.device)
-    kv_pool = _kv_pool(draft, num_pages, has_page_groups=False)
+    kv_pool, attention = draft.allocate(num_pages, has_page_groups=False)
     return DraftParts(
         draft.model,
-        draft.choice.build(draft.shape, kv_pool.tensors),
+        attention,
         kv_pool,
         max_length=options.max_positions,
         max_tokens=settings.scheduler.max_step_tokens,
         features=draft.features,
-    )
-
-
-def _kv_pool(loaded: _LoadedModel, num_pages: int, *, has_page_groups: bool = True) -> KVPool:
-    """Allocate the memory of keys and values."""
-    settings = loaded.source.settings
-    return KVPool(
-        loaded.shape,
-        num_pages=num_pages,
-        page_size=settings.memory.page_size,
-        dtype=loaded.source.kv_dtype,
-        device=loaded.source.options.device,
-        can_resume=settings.memory.can_release and settings.runner.device == "cuda",
-        has_page_groups=has_page_groups,
     )
 
 

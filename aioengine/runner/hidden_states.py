@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.protocol.columns import HIDDEN_STATES, PROMPT_STATES, Extra, block_extras
 from aioengine.runner.inputs import StepRows
 from aioengine.runner.request_row import RequestRow, SampledRows
-from aioengine.runner.transfer import Ints, Upload, host_copy
+from aioengine.runner.transfer import Upload, host_copy
 
 
 class _StateRun(NamedTuple):
@@ -34,7 +35,7 @@ class PromptStates(NamedTuple):
     """The prompt positions whose hidden states a step returns. token_indices: [N] int64, indices among its tokens."""
 
     runs: list[_StateRun]
-    token_indices: Ints
+    token_indices: Ints64
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class HiddenStates:
     def find_prompts(self, rows: StepRows) -> PromptStates | None:
         """Return the prompt positions of these rows whose hidden states are needed; None: there are none."""
         runs: list[_StateRun] = []
-        token_indices: list[Ints] = []
+        token_indices: list[Ints64] = []
         for i, request in enumerate(rows.requests):
             start, count = int(rows.starts[i]), int(rows.counts[i])
             if request.prompt_states is not None and start < request.num_prompt:

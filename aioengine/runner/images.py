@@ -22,9 +22,10 @@ from safetensors.torch import load
 from torch import Tensor
 
 from aioengine.attention._base import BidirectionalImage
+from aioengine.kernels.arrays import Ints64
 from aioengine.models._base import Model, ModelInputs, VisionModel
 from aioengine.protocol.messages import Media
-from aioengine.runner.transfer import Ints, Upload
+from aioengine.runner.transfer import Upload
 from aioengine.runner.weight_reading import read_arrays
 from aioengine.scheduler.plan import NewRow, Row
 from aioengine.settings.memory_model import CPU_FEATURE_BYTES, GPU_FEATURE_BYTES
@@ -46,7 +47,7 @@ class _FeatureTokens:
     """An image of an open request. indices: [N] the prompt tokens that get its features, ascending."""
 
     media: Media
-    indices: Ints
+    indices: Ints64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class _ImageRequest:
     images: list[_FeatureTokens]
     end: int
     num_prompt: int
-    positions: Ints | None
+    positions: Ints64 | None
 
 
 class Images:
@@ -94,7 +95,7 @@ class Images:
                 message = f"an image of {media.num_features} features has {len(indices)} placeholders in the prompt"
                 raise ValueError(message)
             images.append(_FeatureTokens(media, indices))
-        positions: Ints | None = None
+        positions: Ints64 | None = None
         if self._axes > 1:
             positions = grid_positions(opened.num_prompt, opened.media)
             self.deltas[row_index] = positions.max() + 1 - opened.num_prompt
@@ -130,7 +131,7 @@ class Images:
         self._cache.clear()
         self._num_bytes = 0
 
-    def positions(self, spans: Sequence[Span], indices: Ints) -> Ints:
+    def positions(self, spans: Sequence[Span], indices: Ints64) -> Ints64:
         """Return the positions [A, T], or [T] for one axis, of the tokens at ``indices`` [T] of their requests."""
         if self._axes == 1:
             return indices
@@ -145,7 +146,7 @@ class Images:
 
     def add_features(self, spans: Sequence[Span], inputs: ModelInputs, upload: Upload) -> ModelInputs:
         """Return the inputs with image features in place of the embeddings of image tokens."""
-        indices: list[Ints] = []
+        indices: list[Ints64] = []
         parts: list[Tensor] = []
         for _, uid, _, start, end, first in spans:
             for image in self.requests[uid].images:
@@ -203,7 +204,7 @@ def images_of(model: Model, *, max_rows: int, device: torch.device) -> Images | 
     return Images(model, axes=model.input_spec.position_axes, max_rows=max_rows, is_on_gpu=device.type == "cuda")
 
 
-def grid_positions(num_prompt: int, media: Sequence[Media]) -> Ints:
+def grid_positions(num_prompt: int, media: Sequence[Media]) -> Ints64:
     """Return the positions [3, X] (time, height, width) of the tokens of a prompt.
 
     A text token advances all three axes. The tokens of an image have the same time, and their row and column, starting

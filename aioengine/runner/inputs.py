@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from aioengine.attention._base import ForwardBatch
+from aioengine.kernels.arrays import Ints64
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.images import Span
 from aioengine.runner.request_row import RequestRow
 from aioengine.runner.rows import RowTable
 from aioengine.runner.state_pool import StatePool
-from aioengine.runner.transfer import Ints, upload_together
+from aioengine.runner.transfer import upload_together
 from aioengine.scheduler.plan import TOKENS, NewRow, Row
 
 
@@ -38,20 +39,20 @@ class StepRows:
     """
 
     requests: list[RequestRow]
-    row_indices: Ints
-    starts: Ints
-    counts: Ints
-    token_ends: Ints
+    row_indices: Ints64
+    starts: Ints64
+    counts: Ints64
+    token_ends: Ints64
     samples: npt.NDArray[np.bool_]
-    num_known: Ints
-    known_ids: Ints
+    num_known: Ints64
+    known_ids: Ints64
 
-    def unknown_tokens(self) -> tuple[Ints, Ints]:
+    def unknown_tokens(self) -> tuple[Ints64, Ints64]:
         """Return the rows [X], and the index [X] of the last token of each in the step."""
         rows = np.flatnonzero(self.num_known < self.counts)
         return rows, self.token_ends[rows] - 1
 
-    def shifted(self, positions: Ints, short_length: int, row_of_token: Ints | slice) -> Ints:
+    def shifted(self, positions: Ints64, short_length: int, row_of_token: Ints64 | slice) -> Ints64:
         """Return positions [T], with ``short_length`` added in rows of long requests; see ``InputSpec``."""
         if not short_length:
             return positions
@@ -148,10 +149,10 @@ class InputBuilder:
         self,
         model: Model,
         rows: StepRows,
-        row_outputs: Ints | None,
+        row_outputs: Ints64 | None,
         *,
         num_outputs: int,
-        extra_outputs: Ints | None = None,
+        extra_outputs: Ints64 | None = None,
         on_host: bool = False,
         token_ids: Tensor | None = None,
     ) -> tuple[ModelInputs, ForwardBatch]:
@@ -174,7 +175,7 @@ class InputBuilder:
         if num_tokens > num_rows:
             row_of_token = np.repeat(np.arange(num_rows), rows.counts)
             indices = np.arange(num_tokens) + np.repeat(kv_lengths - rows.token_ends, rows.counts)
-        outputs: Ints | None = None
+        outputs: Ints64 | None = None
         if row_outputs is not None and (extra_outputs is not None or num_tokens > num_rows):
             outputs = np.zeros(num_outputs, dtype=np.int64)
             outputs[:num_rows] = row_outputs
@@ -278,7 +279,7 @@ class InputBuilder:
         return tensors["ids"]
 
 
-def _id_columns(rows: StepRows) -> dict[str, Ints]:
+def _id_columns(rows: StepRows) -> dict[str, Ints64]:
     """Return the token ids [T] of the plan. If only the device has X of them, also return their indices and the row
     indices of their requests. If it has all of them, return no ids.
     """

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.kernels.token_logprobs import measure
 from aioengine.protocol.columns import NO_TOKEN, Extra, block_extras
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS, OUTPUT_LOGPROBS, PROMPT_LOGPROBS
 from aioengine.runner.inputs import StepRows
 from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.sampling.sampler import Sampler
-from aioengine.runner.transfer import Ints, Upload, host_copy
+from aioengine.runner.transfer import Upload, host_copy
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class PromptRuns(NamedTuple):
     """
 
     runs: list[Run]
-    token_indices: Ints
+    token_indices: Ints64
     ended: list[RowLogprobs]
 
 
@@ -83,7 +84,7 @@ class _RowGroup(NamedTuple):
     """
 
     owns: list[RowLogprobs]
-    chosen: Ints
+    chosen: Ints64
     indices: Tensor | slice
     columns: _Columns
 
@@ -142,7 +143,7 @@ class StepLogprobs:
         return extras, invalid
 
 
-def _column_indices(needed: tuple[int, int], computed: tuple[int, int]) -> Ints:
+def _column_indices(needed: tuple[int, int], computed: tuple[int, int]) -> Ints64:
     """Return the columns [W] of a request with counts ``needed`` (num_top, num_requested) in ``computed`` columns."""
     num_top, num_requested = needed
     first_requested = 1 + computed[0]

@@ -43,7 +43,7 @@ from aioengine.runner.sampling.sampler import FAILED, RankSampler, Sampler
 from aioengine.runner.speculation.draft_model import DraftModel, DraftParts
 from aioengine.runner.speculation.proposer import Proposer, ReceivedDrafts
 from aioengine.runner.speculation.step_drafts import NO_DRAFTS, StepDrafts
-from aioengine.runner.speculation.verifier import SampledDrafts, Verifier, must_sample_one_by_one
+from aioengine.runner.speculation.verifier import SampledTokens, Verifier, must_sample_one_by_one
 from aioengine.runner.state_pool import StatePool
 from aioengine.runner.ticket import Ticket
 from aioengine.runner.timing import profiled
@@ -201,16 +201,9 @@ class ModelRunner:
         logprobs = self._logprobs.take() if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.take() if self._table.num_with_hidden_states else None
         self._inputs.take_snapshots(plan.snapshots, rows)
+        uids = [request.uid for request in sampled.requests]
         ticket = self._newest = Ticket(
-            with_outputs,
-            [request.uid for request in sampled.requests],
-            without_token,
-            values,
-            failed,
-            logprobs,
-            hidden_states,
-            pooled,
-            drafts=drafts,
+            with_outputs, uids, without_token, values, failed, logprobs, hidden_states, pooled, drafts=drafts
         )
         if self._proposer is not None:
             self._proposer.launched(ticket)
@@ -319,7 +312,7 @@ class ModelRunner:
     def _open_and_close(self, plan: StepPlan) -> None:
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
-            indices = values.lasts if isinstance(values, SampledDrafts) else range(len(uids))
+            indices = values.last_indices if isinstance(values, SampledTokens) else range(len(uids))
             self._failed.clean_after_step(dict(zip(uids, indices, strict=True)), values.source, plan.closed)
         for uid in plan.closed:
             self._failed.close(uid)
@@ -480,16 +473,13 @@ class ModelRunner:
             with profiled("prepare"):
                 self._attention.prepare(batch)
             hidden = self._model.forward(inputs, self._attention)
-        first = num_outputs
+        first_prompt = num_outputs + (0 if hidden_states is None else len(hidden_states.token_indices))
+        first_draft = first_prompt + (0 if prompts is None else len(prompts.token_indices))
         if hidden_states is not None:
-            end = first + len(hidden_states.token_indices)
-            self._hidden_states.add_prompts(hidden[first:end], hidden_states)
-            first = end
+            self._hidden_states.add_prompts(hidden[num_outputs:first_prompt], hidden_states)
         if prompts is not None:
-            end = first + len(prompts.token_indices)
-            self._logprobs.add_prompts(hidden[first:end], prompts)
-            first = end
-        return self._pooler.states(hidden, rows), hidden[first:]
+            self._logprobs.add_prompts(hidden[first_prompt:first_draft], prompts)
+        return self._pooler.states(hidden, rows), hidden[first_draft:]
 
     def _may_sample_together(self, rows: StepRows) -> bool:
         """Return whether the ranks can sample the tokens of a step without gathering the logits."""

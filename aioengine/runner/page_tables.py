@@ -6,10 +6,9 @@ R rows of a step, P pages of the longest row, G page groups.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from aioengine.kernels.arrays import Ints32, Ints64
 from aioengine.runner.kv_pool import FIRST_PAGE, PADDING_PAGE
-from aioengine.runner.transfer import Ints
 from aioengine.settings.page_groups import PageGroups
 
 
@@ -56,7 +55,7 @@ class PageTables:
             self.tables[:, row_index, start:end] = pages_by_group + FIRST_PAGE
         self.counts[row_index] = end
 
-    def of_step(self, row_indices: Ints, starts: Ints, num_pages: int) -> npt.NDArray[np.int32]:
+    def of_step(self, row_indices: Ints64, starts: Ints64, num_pages: int) -> Ints32:
         """Return the first ``num_pages`` pages [G, R, P] of the rows, which compute tokens from positions ``starts``
         [R] on. Pages before the window may belong to other requests by now, so they are replaced by the padding page.
         """

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from aioengine.families._config import Task
+from aioengine.kernels.arrays import Ints64
 from aioengine.models._base import Model
 from aioengine.protocol.columns import NO_TOKEN, POOLED_VECTOR, Extra
 from aioengine.runner.inputs import StepRows
 from aioengine.runner.request_row import RequestRow
-from aioengine.runner.transfer import Ints, Readback, Upload
+from aioengine.runner.transfer import Readback, Upload
 from aioengine.scheduler.plan import VECTOR, StepPlan
 
 MEAN = "mean"
@@ -51,7 +52,7 @@ class Pooler:
         indices = [index for index, request in enumerate(requests) if request.uid in uids]
         return PooledRows([requests[index].uid for index in indices], indices, Readback(None)) if indices else None
 
-    def outputs(self, rows: StepRows) -> Ints | None:
+    def outputs(self, rows: StepRows) -> Ints64 | None:
         """Return indices [R] of the tokens whose hidden states are needed; None: all tokens."""
         if self._kind == MEAN:
             return None

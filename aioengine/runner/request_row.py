@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints32, Ints64
 from aioengine.protocol.messages import Grammar, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner.token_lists import NO_LISTS, TokenLists
-from aioengine.runner.transfer import Ints
 
 _NONE = torch.zeros(0)
 _NOT_FINITE = "the model produced non-finite values (NaN or inf) for this request: its weights or its dtype overflow"
@@ -42,7 +42,7 @@ class RowLogprobs:
     rules: LogprobRules
     size_class: int
     returns_next: bool
-    prompt: Ints
+    prompt: Ints64
     parts: list[bytes]
 
 
@@ -131,8 +131,8 @@ class SampledRows:
     """The S rows of a step that sample a token. positions: position of the new token in its request."""
 
     requests: list[RequestRow]
-    row_indices: Ints
-    positions: Ints
+    row_indices: Ints64
+    positions: Ints64
     records: npt.NDArray[np.void]  # of SAMPLING_RECORD
 
     def constraints(self) -> list[RowConstraint | None]:
@@ -142,7 +142,7 @@ class SampledRows:
             for request, position in zip(self.requests, self.positions.tolist(), strict=True)
         ]
 
-    def part(self, chosen: Ints, later: Ints | int = 0) -> SampledRows:
+    def part(self, chosen: Ints64, later: Ints64 | int = 0) -> SampledRows:
         """Return the rows ``chosen`` [X], at positions that are ``later`` [X] higher."""
         requests = [self.requests[i] for i in chosen.tolist()]
         return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + later, self.records[chosen])
@@ -218,11 +218,11 @@ class GrammarSource(Protocol):
         """
         ...
 
-    def fill(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+    def fill(self, constraints: Sequence[Any], masks: Ints32) -> None:
         """Write the allowed next tokens as bits of masks [constraints, num_words]."""
         ...
 
-    def begin(self, constraints: Sequence[Any], masks: npt.NDArray[np.int32]) -> Callable[[], None]:
+    def begin(self, constraints: Sequence[Any], masks: Ints32) -> Callable[[], None]:
         """Start ``fill`` of masks [constraints, num_words] in the background. The returned function waits for it, and
         must be called.
         """

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.protocol.columns import NO_TOKEN
 from aioengine.protocol.messages import ALL_STATES, SEED_MASK, RequestKind, Sampling
 from aioengine.protocol.packed_logprobs import LogprobRules
@@ -26,7 +27,7 @@ from aioengine.runner.lora.pool import AdapterPool, RowAdapters
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.token_lists import token_lists
-from aioengine.runner.transfer import Ints, upload_to
+from aioengine.runner.transfer import upload_to
 from aioengine.scheduler.plan import NewRow
 
 RECENT_TOKENS: Final = 512
@@ -68,12 +69,12 @@ class RowTable:
         processors: of the logits. mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
         requests: uid -> open request.
         page_tables: their pages.
-        last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device. In multiples of ``max_rows``:
-            1: the last token of each row, by row index.
-            1 + max_drafts: the known tokens of the rows that a graph expands, one after the other.
-            1 + max_drafts: the tokens that the last step with drafts sampled (``draft_indices``).
-            max_drafts: the drafts of the step (``draft_indices``).
-            Then one entry that is never read.
+        last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device, in this order:
+            [max_rows] the last token of each row, by row index;
+            [(1 + max_drafts) * max_rows] the known tokens of a step whose rows a graph expands;
+            [(1 + max_drafts) * max_rows] the tokens that the last step with drafts sampled (``draft_indices``);
+            [max_drafts * max_rows] the drafts of a draft model (``draft_indices``);
+            [1] an entry that is never read.
         first_draft: the first index of drafts in ``last_tokens``.
         rejected: [max_rows + 1] int32 on the device, by row index: how many drafts the last step with drafts has
             rejected. The last entry is 0.
@@ -112,12 +113,8 @@ class RowTable:
         self.has_upper_bounds = False
         self.sampling = np.zeros(max_rows, dtype=SAMPLING_RECORD)
         self.upload = upload_to(device)
-        self.num_opened = 0
-        self.num_pooled = 0
-        self.num_with_grammar = 0
-        self.num_with_logprobs = 0
-        self.num_with_hidden_states = 0
-        self.num_with_embeds = 0
+        self.num_opened = self.num_pooled = self.num_with_embeds = 0
+        self.num_with_grammar = self.num_with_logprobs = self.num_with_hidden_states = 0
         self.images = images
         self.adapters = RowAdapters(max_rows, adapters)
         self.num_embeddings = num_embeddings
@@ -130,14 +127,14 @@ class RowTable:
         """Return the bits in ``SAMPLING_RECORD`` of the processors of these kinds."""
         return sum(1 << i for i, processor in enumerate(self.processors) if isinstance(processor, kinds))
 
-    def draft_indices(self, number: Ints | int, row_indices: Ints) -> Ints:
+    def draft_indices(self, number: Ints64 | int, row_indices: Ints64) -> Ints64:
         """Return the indices [R] in ``last_tokens`` of the drafts with this number, from 0 on, of these rows [R].
 
         Number -1 - i is the token that the last step with drafts has sampled after the first i drafts of the row.
         """
         return self.first_draft + number * len(self.sampling) + row_indices
 
-    def store_drafts(self, number: int, row_indices: Ints, token_ids: Tensor) -> None:
+    def store_drafts(self, number: int, row_indices: Ints64, token_ids: Tensor) -> None:
         """Store the drafts [R] with this number of these rows."""
         indices = self.upload(self.draft_indices(number, row_indices))
         self.last_tokens.index_copy_(0, indices, token_ids.clamp(min=0))
@@ -218,7 +215,7 @@ class RowTable:
         request = self.requests.get(uid)
         return [] if request is None else self.page_tables.pages(request.row_index)
 
-    def sampled(self, requests: list[RequestRow], row_indices: Ints, positions: Ints) -> SampledRows:
+    def sampled(self, requests: list[RequestRow], row_indices: Ints64, positions: Ints64) -> SampledRows:
         """Return these requests as S rows that sample, with row_indices [S] and positions [S]."""
         return SampledRows(requests, row_indices, positions, self.sampling[row_indices])
 

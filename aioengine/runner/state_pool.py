@@ -7,9 +7,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
 from aioengine.layers.mixer import StateShape, StepStates, token_blocks
-from aioengine.runner.transfer import Ints, Upload
+from aioengine.runner.transfer import Upload
 
 _NO_TOKENS: Final = 1 << 30
 """The first token of an empty block: after the end of every row."""
@@ -65,7 +66,7 @@ class StatePool:
         for tensor in self.tensors:
             tensor[:, target].copy_(tensor[:, source])
 
-    def of_step(self, row_indices: Ints, starts: Ints, counts: Ints, upload: Upload) -> StepStates:
+    def of_step(self, row_indices: Ints64, starts: Ints64, counts: Ints64, upload: Upload) -> StepStates:
         """Return the states of the rows [R], which compute ``counts`` tokens from positions ``starts`` on."""
         blocks = None
         if self.tensors[0].is_cuda and counts.max() > 1:

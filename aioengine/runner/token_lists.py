@@ -9,10 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints32
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.transfer import Upload
-
-Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +25,10 @@ class BadSequences:
         owner: [E] index of its sequence.
     """
 
-    last: Ints
-    prefixes: Ints
-    distances: Ints
-    owner: Ints
+    last: Ints32
+    prefixes: Ints32
+    distances: Ints32
+    owner: Ints32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,9 @@ class TokenLists:
         bad: forbidden sequences.
     """
 
-    bias_ids: Ints
+    bias_ids: Ints32
     bias: npt.NDArray[np.float32]
-    suppressed: Ints
+    suppressed: Ints32
     allowed: Tensor
     bad: BadSequences
 
@@ -64,7 +63,7 @@ def token_lists(sampling: Sampling, width: int, upload: Upload) -> TokenLists:
     )
 
 
-def _bitmask(token_ids: tuple[int, ...], width: int) -> Ints:
+def _bitmask(token_ids: tuple[int, ...], width: int) -> Ints32:
     """Return a bitmask [ceil(width / 32)] int32. The lowest bit of the first number is token 0."""
     bits = np.zeros(-(-width // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1

@@ -14,9 +14,6 @@ _NUM_SEGMENTS = 8
 _SEGMENT_BYTES = 4 << 20
 _ALIGNMENT = 16
 
-
-Ints = npt.NDArray[np.int64]
-
 Upload = Callable[[npt.NDArray[Any]], Tensor]
 """Copies a host array [...] to the device. On a CPU the tensor shares its memory."""
 

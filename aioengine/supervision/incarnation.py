@@ -30,6 +30,7 @@ from aioengine.protocol.messages import (
     Failed,
     FinishCode,
     LogRecord,
+    NewEpoch,
     Progress,
     Ready,
     Reply,
@@ -217,11 +218,19 @@ class Incarnation:
                 await _wait_for_exits([child], KILL_WAIT_S)
         return await self._run_stages(
             [
-                ((SCHEDULER,), self._launcher.begin_epoch),
+                ((SCHEDULER,), self._begin_epoch),
                 ((DETOKENIZER,), self._launcher.launch_detokenizer),
                 ((), self._launcher.check_links),
             ]
         )
+
+    async def _begin_epoch(self) -> None:
+        """Tell the scheduler to drop its requests and to continue in a new epoch. It answers with ``Ready``."""
+        launcher = self._launcher
+        launcher.epoch += 1
+        launcher.sender.send([NewEpoch(launcher.epoch)])
+        launcher.sender.begin(launcher.epoch)
+        launcher.receiver.begin(launcher.epoch)
 
     async def _run_stages(
         self, stages: list[tuple[Collection[Role], Callable[[], Awaitable[None]]]]

@@ -180,7 +180,7 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
         return super().draw(step, logits).clone()
 
     def _captured(self, size: int, attention: Any, pool: object, tiles: Any = None) -> Any:
-        compute = self._step(self._model, size, attention, tiles)
+        compute = self._step_function(self._model, size, attention, tiles)
         results = compute()
 
         def replay() -> None:

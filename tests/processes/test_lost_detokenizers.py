@@ -109,18 +109,22 @@ async def test_paused_engine_stays_paused_and_control_calls_are_answered() -> No
         assert await asking == await later == (await undisturbed(has_answers=True))["plain"]
 
 
-@pytest.mark.parametrize(("stage", "max_losses"), [("begin_epoch", 1), ("launch_detokenizer", 2)])
+@pytest.mark.parametrize(
+    ("owner", "stage", "max_losses"),
+    [(Incarnation, "_begin_epoch", 1), (ProcessLauncher, "launch_detokenizer", 2)],
+)
 async def test_scheduler_that_dies_during_a_mend_is_replaced(
-    stage: str, max_losses: int, monkeypatch: pytest.MonkeyPatch
+    owner: type[Incarnation | ProcessLauncher], stage: str, max_losses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it dies before its ``Ready``, both processes were lost at the same time."""
-    plain = getattr(ProcessLauncher, stage)
+    plain = getattr(owner, stage)
 
-    async def act(own: ProcessLauncher) -> None:
-        os.kill(own.children[0].pid, signal.SIGKILL)
+    async def act(own: Incarnation | ProcessLauncher) -> None:
+        launcher = own if isinstance(own, ProcessLauncher) else own._launcher
+        os.kill(launcher.children[0].pid, signal.SIGKILL)
         await plain(own)
 
-    monkeypatch.setattr(ProcessLauncher, stage, act)
+    monkeypatch.setattr(owner, stage, act)
     async with fake_async_engine(ANSWERS, step_time_s=0.003, max_restarts=max_losses) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 50)

@@ -59,7 +59,7 @@ class _Graph:
     """
 
     num_rows: int
-    graph: torch.cuda.CUDAGraph
+    cuda_graph: torch.cuda.CUDAGraph
     attention: FixedDecode
     hidden: Tensor
     token_ids: Tensor
@@ -265,15 +265,14 @@ class DecodeGraphs:
 
         when_ready: called before its inputs overwrite those of the previous step.
         """
-        table, is_sampled = self._table, needs_only_temperature(sampled.records)
-        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks
-        needs_masks = not (is_sampled or has_readers) and needs_only_temperature(
-            sampled.records, aside_from=table.mask_bit
-        )
+        table, records = self._table, sampled.records
+        is_sampled = needs_only_temperature(records)
+        has_readers = table.num_with_logprobs or table.num_with_hidden_states or self._has_ranks  # of the logits
+        can_mask = not is_sampled and not has_readers and needs_only_temperature(records, aside_from=table.mask_bit)
         with profiled("prepare"):
             if rows.known_ids.size:
                 tokens = expand_rows(rows, table)
-                if is_sampled or needs_masks:  # otherwise the sampler still needs the previous tokens, for penalties
+                if is_sampled or can_mask:  # otherwise the sampler still needs the previous tokens, for penalties
                     tokens.targets[rows.token_ends - 1] = rows.row_indices
             else:
                 tokens = self._one_token_rows(rows, is_sampled=is_sampled)
@@ -282,7 +281,7 @@ class DecodeGraphs:
             return _results(graph, tokens.cascade.inverse, is_sampled=is_sampled)
         lasts = rows.token_ends - 1
         index = table.upload(lasts) if rows.known_ids.size else slice(len(lasts))
-        return _results(graph, index, is_sampled=is_sampled, masked=lasts.tolist() if needs_masks else None)
+        return _results(graph, index, is_sampled=is_sampled, masked=lasts.tolist() if can_mask else None)
 
     def replay_with_drafts(self, rows: StepRows, sampled: SampledRows, num_drafts: Ints64 | None) -> DecodeStep:
         """Queue a step with drafts, which must fit. Its graph samples after each token; ``accept`` stores the tokens.
@@ -342,7 +341,7 @@ class DecodeGraphs:
         if when_ready is not None:
             when_ready()
         self._inputs.copy()
-        chosen.graph.replay()
+        chosen.cuda_graph.replay()
         return chosen
 
     def draw(self, step: DecodeStep, logits: Tensor) -> Tensor:
@@ -382,7 +381,7 @@ class DecodeGraphs:
             chosen.planned = cascade
         return chosen
 
-    def _step(
+    def _step_function(
         self, model: Model, size: int, attention: FixedDecode, tiles: AdapterTiles | None = None
     ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
         """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
@@ -429,15 +428,17 @@ class DecodeGraphs:
                 ids, columns = torch.zeros(5, 1, dtype=torch.int64, device=self._device), self._inputs.columns(1)
                 accept(ids, ids[0], columns[SOURCES], self._table.last_tokens, self._table.rejected)
             for size, fixed in steps:
-                self._step(short, size, fixed)()
+                self._step_function(short, size, fixed)()
                 if tiles is not None and size in (1, 2, self.max_rows):  # these use all adapter kernels
-                    self._step(short, size, fixed, tiles.for_graph(size))()
+                    self._step_function(short, size, fixed, tiles.for_graph(size))()
 
     def _captured(
         self, size: int, attention: FixedDecode, pool: torch.cuda._POOL_HANDLE, tiles: AdapterTiles | None = None
     ) -> _Graph:
-        compute = self._step(self._model, size, attention, tiles)
-        load_kernels = compute if size == self.max_rows else self._step(self._shortened(), size, attention, tiles)
+        compute = self._step_function(self._model, size, attention, tiles)
+        load_kernels = (
+            compute if size == self.max_rows else self._step_function(self._shortened(), size, attention, tiles)
+        )
         load_kernels()  # they must not be loaded or chosen during the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):  # ``torch.cuda.graph`` would also free unused memory, which takes 10 ms

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.logits.grammar import GrammarMask
 from aioengine.runner.logits.token_processors import AllowedTokenIds, BadWords, Bias, MinNewTokens, Penalties
@@ -42,7 +42,7 @@ def apply_processors(
     processors: Sequence[LogitsProcessor],
     logits: Tensor,
     rows: SampledRows,
-    chosen: npt.NDArray[np.int64],
+    chosen: Ints64,
     upload: Upload,
 ) -> None:
     """Apply the processors that the rows ``chosen`` [X] need to their logits [X, W]."""

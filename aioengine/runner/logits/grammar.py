@@ -12,10 +12,10 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints32
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.request_row import LogitsRow, RowConstraint
 from aioengine.runner.transfer import Upload
@@ -110,7 +110,7 @@ class _Masks(NamedTuple):
 
     constraints: list[RowConstraint]
     rows: list[_Row]
-    words: npt.NDArray[np.int32]
+    words: Ints32
     wait: Callable[[], None] | None
 
 
@@ -124,7 +124,7 @@ class _Buffer:
         self._stream = torch.cuda.Stream()
         self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
-    def array(self, num_rows: int, num_masks: int, num_words: int) -> npt.NDArray[np.int32]:
+    def array(self, num_rows: int, num_masks: int, num_words: int) -> Ints32:
         """Return an array [num_masks, num_words], followed by memory for ``num_rows`` rules. Wait for its last copy."""
         self._copied.synchronize()
         size = num_masks * num_words
@@ -132,7 +132,7 @@ class _Buffer:
             self._memory = torch.empty(num_rows * (num_words + 2), dtype=torch.int32, pin_memory=True)
         return self._memory[:size].numpy().reshape(num_masks, num_words)
 
-    def apply(self, logits: Tensor, rules: list[tuple[int, int]], masks: npt.NDArray[np.int32]) -> None:
+    def apply(self, logits: Tensor, rules: list[tuple[int, int]], masks: Ints32) -> None:
         """Apply rules and masks [N, words], an array of ``array``, to logits [S, W]."""
         size = masks.size
         end = size + 2 * len(rules)

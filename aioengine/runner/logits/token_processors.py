@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints32
 from aioengine.protocol.messages import Sampling
 from aioengine.runner.logits.grammar import apply_masks
 from aioengine.runner.request_row import LogitsRow
-from aioengine.runner.token_lists import Ints
 from aioengine.runner.transfer import Upload
 
 _LEAST = -1e30
@@ -61,7 +61,7 @@ class AllowedTokenIds:
         apply_masks(logits, upload(rules), torch.stack([row.request.lists.allowed for row in rows]))
 
 
-def _token_indices(rows: list[LogitsRow], ids: Sequence[Ints], upload: Upload) -> tuple[Tensor, Tensor]:
+def _token_indices(rows: list[LogitsRow], ids: Sequence[Ints32], upload: Upload) -> tuple[Tensor, Tensor]:
     """Return the indices of tokens in the logits as rows [X] and token ids [X]. ids: the tokens of each row."""
     row_indices = np.repeat(np.array([row.index for row in rows]), [len(row_ids) for row_ids in ids])
     return upload(row_indices), upload(np.concatenate(ids).astype(np.int64))

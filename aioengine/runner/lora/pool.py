@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels.adapter_types import UNIT, AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
+from aioengine.kernels.arrays import Ints32, Ints64
 from aioengine.layers.adapters import Grouping, HostAdapters, PooledAdapters, RowGroups
 from aioengine.layers.linear import Linear
 from aioengine.layers.ranks import RankGroup
 from aioengine.protocol.messages import Adapter
 from aioengine.runner.lora.reading import Layout, PackedAdapter, read_adapter
-from aioengine.runner.transfer import Ints, Upload, upload_to
+from aioengine.runner.transfer import Upload, upload_to
 from aioengine.settings.config import LoraSettings
 
 Slots = npt.NDArray[np.int32]
@@ -36,7 +37,7 @@ def group_on_host(slots: Slots) -> RowGroups:
     return RowGroups(tuple((slot, torch.from_numpy(np.flatnonzero(slots == slot))) for slot in used.tolist() if slot))
 
 
-def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[npt.NDArray[np.int32], Slots]:
+def tile(slots: Slots, *, num_slots: int, size: int) -> tuple[Ints32, Slots]:
     """Return the rows of each tile [N, size], padded with -1, and the slot of each tile [N], for slots [T].
 
     N depends only on T and ``num_slots``. Unused tiles have slot -1.
@@ -293,14 +294,14 @@ class RowAdapters:
             self._num_used -= 1
             self._slots[row_index] = 0
 
-    def slots(self, row_indices: Ints) -> Slots | None:
+    def slots(self, row_indices: Ints64) -> Slots | None:
         """Return the slots [R] of these rows [R]; None: all rows use the base model."""
         if not self._num_used:
             return None
         slots = self._slots[row_indices]
         return slots if slots.any() else None
 
-    def of_step(self, row_indices: Ints, row_of_token: Ints, outputs: Ints | None) -> StepAdapters | None:
+    def of_step(self, row_indices: Ints64, row_of_token: Ints64, outputs: Ints64 | None) -> StepAdapters | None:
         """Group the rows of a step by adapter. None: all rows use the base model.
 
         row_indices: [R]. row_of_token: [T]. outputs: [S] indices of output tokens.

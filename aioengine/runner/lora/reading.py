@@ -12,11 +12,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT
+from aioengine.kernels.arrays import Ints32
 from aioengine.layers.adapters import LayerMatrices
 from aioengine.layers.linear import Linear
 from aioengine.model_files import folder_files
@@ -177,7 +177,7 @@ class Layout:
             end = first_b + _padded_size(num_outputs * rank)
         return offsets, end
 
-    def table(self, offsets: dict[str, PartOffsets]) -> npt.NDArray[np.int32]:
+    def table(self, offsets: dict[str, PartOffsets]) -> Ints32:
         """Return the table [parts, TABLE_COLUMNS] at the start of a slot."""
         table = np.zeros((len(self._names), TABLE_COLUMNS), dtype=np.int32)
         for index, name in enumerate(self._names):

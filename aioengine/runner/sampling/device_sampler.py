@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints32, Ints64
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.kernels.triton.logits import IN_PROMPT, PenalizedRows, mask, penalize
 from aioengine.kernels.triton.sampling import NUM_FIELDS, Draws, SamplingKernels
@@ -29,7 +29,7 @@ _LOW_WORD = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
 
 
-def fill_fields(rows: SampledRows, out: npt.NDArray[np.int32]) -> None:
+def fill_fields(rows: SampledRows, out: Ints32) -> None:
     """Fill ``kernels.triton.sampling.Draws.fields`` [5, S] for these rows."""
     records = rows.records
     seeds, temperatures = records["seed"], records["temperature"]
@@ -80,9 +80,7 @@ class DeviceSampler:
         scores = self._process(logits, rows, 0) if rows.records["processors"].any() else logits
         return scores[:, : self._vocab_size]
 
-    def _rules(
-        self, rows: SampledRows, chosen: npt.NDArray[np.int64], start: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    def _rules(self, rows: SampledRows, chosen: Ints64, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Return ``Draws.rules`` of the rows ``chosen`` [X], counted from ``start``; None: there are none."""
         if not chosen.size:
             return None
@@ -185,7 +183,7 @@ class TokenCounts:
         counts.index_add_(0, output, self._one.expand(len(output)))
         return row
 
-    def _count_last(self, rows: list[_CountRow], positions: list[int], indices: npt.NDArray[np.int32]) -> None:
+    def _count_last(self, rows: list[_CountRow], positions: list[int], indices: Ints32) -> None:
         """Count the tokens sampled in the previous step. positions [X]: of new tokens. indices [X]: of rows."""
         uncounted = [i for i, row in enumerate(rows) if positions[i] > row.num_counted]
         if not uncounted:

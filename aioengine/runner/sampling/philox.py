@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from aioengine.kernels.arrays import Ints64
+
 Words = npt.NDArray[np.uint64]
 
 NUM_ROUNDS = 10
@@ -34,7 +36,7 @@ def philox(counter: Words, key: Words) -> Words:
     return np.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def uniforms(seeds: Words, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Words, positions: Ints64) -> npt.NDArray[np.float64]:
     """Return the number in [0, 1) for the token at ``positions[i]`` of a request with ``seeds[i]``."""
     wide = positions.astype(np.uint64)
     counter = np.zeros((4, len(seeds)), dtype=np.uint64)
@@ -57,9 +59,7 @@ class UniformTable:
         self._starts = np.full(max_rows, -self.AHEAD)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
 
-    def take(
-        self, row_indices: npt.NDArray[np.int64], seeds: Words, positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float64]:
+    def take(self, row_indices: Ints64, seeds: Words, positions: Ints64) -> npt.NDArray[np.float64]:
         """Return ``uniforms(seeds, positions)`` [S]. A row may belong to another request than before, and may occur
         several times, with up to ``AHEAD`` ascending positions.
         """

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.layers.ranks import RankGroup
 from aioengine.runner.logits import apply_processors
 from aioengine.runner.request_row import SampledRows
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.philox import UniformTable
 from aioengine.runner.sampling.truncation import BLOCK, draw, draw_truncated
-from aioengine.runner.transfer import Ints
 
 if TYPE_CHECKING:
     from aioengine.runner.sampling.device_sampler import DeviceSampler
@@ -69,15 +69,15 @@ class Sampler:
         """Logits [S, >= V] of these rows -> [S, V] fp32 after the processors, in the scratch memory."""
         return self._process(logits[:, : self._vocab_size], rows, np.arange(len(logits)))[:, : self._vocab_size]
 
-    def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+    def _plain(self, logits: Tensor, rows: SampledRows, chunk: Ints64) -> Tensor:
         """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X]."""
         return greedy(logits[from_numpy(chunk)])
 
-    def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+    def _processed(self, logits: Tensor, rows: SampledRows, chunk: Ints64) -> Tensor:
         """Logits [S, V] -> greedy token ids [X] of the rows ``chunk`` [X] after the processors."""
         return greedy(self._process(logits, rows, chunk))
 
-    def _random(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+    def _random(self, logits: Tensor, rows: SampledRows, chunk: Ints64) -> Tensor:
         """Logits [S, V] -> token ids [X] of the rows ``chunk`` [X], all of them with truncation or all without."""
         p_XW = self._process(logits, rows, chunk)
         records = rows.records[chunk]
@@ -90,7 +90,7 @@ class Sampler:
         token_X = draw_truncated(p_XW, uniform_X, records) if records["is_truncated"][0] else draw(p_XW, uniform_X)
         return from_numpy(token_X).masked_fill_(is_bad_X, FAILED)
 
-    def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints) -> Tensor:
+    def _process(self, logits: Tensor, rows: SampledRows, chunk: Ints64) -> Tensor:
         """Logits [S, V] -> logits [X, W] fp32 of the rows ``chunk`` [X] after the processors, -inf from V to W.
 
         They are in the scratch memory.

@@ -26,8 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
+
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 BLOCK = 64
 """The width of rows is a multiple of this."""
@@ -44,11 +45,11 @@ class _LargestTokens:
     """
 
     values_SH: Floats
-    ids_SH: Ints
+    ids_SH: Ints64
     missing_S: Floats
 
 
-def draw(p_SW: Tensor, uniform_S: Floats) -> Ints:
+def draw(p_SW: Tensor, uniform_S: Floats) -> Ints64:
     """Sample one token id per row, [S], from the full distribution. uniform_S: in [0, 1).
 
     The mass is accumulated over blocks (summed in fp32), then within the chosen block.
@@ -63,7 +64,7 @@ def draw(p_SW: Tensor, uniform_S: Floats) -> Ints:
     return block_S * BLOCK + _first_above(_wide(inside_SC).cumsum(-1), target_S - before_S)
 
 
-def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules_S: npt.NDArray[np.void]) -> Ints:
+def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules_S: npt.NDArray[np.void]) -> Ints64:
     """Sample one token id per row, [S], after top-k, top-p and min-p. rules_S: of ``rows.SAMPLING_RECORD``."""
     head = _find_head(p_SW)
     num_S, is_sure_S = _count_kept(head, rules_S, p_SW.shape[-1])
@@ -71,7 +72,7 @@ def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules_S: npt.NDArray[np.void
     order_SN = ids_SN.argsort(-1)
     ids_SN = np.take_along_axis(ids_SN, order_SN, -1)
     mass_SN = np.take_along_axis(values_SN, order_SN, -1).cumsum(-1)
-    token_S: Ints = ids_SN[np.arange(len(ids_SN)), _first_above(mass_SN, uniform_S * mass_SN[:, -1])]
+    token_S: Ints64 = ids_SN[np.arange(len(ids_SN)), _first_above(mass_SN, uniform_S * mass_SN[:, -1])]
     for i in np.flatnonzero(~is_sure_S).tolist():
         p_W = p_SW[i].cpu().numpy()
         rules = rules_S[i]
@@ -100,7 +101,9 @@ def _find_head(p_SW: Tensor) -> _LargestTokens:
     )
 
 
-def _count_kept(head: _LargestTokens, rules_S: npt.NDArray[np.void], width: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+def _count_kept(
+    head: _LargestTokens, rules_S: npt.NDArray[np.void], width: int
+) -> tuple[Ints64, npt.NDArray[np.bool_]]:
     """Return the number of kept tokens in the head [S], at least 1, and whether it surely has all kept tokens [S]."""
     values_SH, top_k_S, top_p_S = head.values_SH, rules_S["top_k"], rules_S["top_p"]
     size = values_SH.shape[-1]
@@ -117,7 +120,7 @@ def _count_kept(head: _LargestTokens, rules_S: npt.NDArray[np.void], width: int)
     return num_S, has_mass_S & is_complete_S & (values_SH[rows, num_S - 1] >= head.missing_S)
 
 
-def _kept_of_head(p_SW: Tensor, head: _LargestTokens, num_S: Ints) -> tuple[Floats, Ints]:
+def _kept_of_head(p_SW: Tensor, head: _LargestTokens, num_S: Ints64) -> tuple[Floats, Ints64]:
     """Return probabilities (0 for padding) and ids [S, N] of kept tokens. Ties at the threshold: the first ids are
     kept.
     """
@@ -175,13 +178,13 @@ def _draw_kept(p_W: npt.NDArray[np.float32], keep_W: npt.NDArray[np.bool_], unif
     return int(_first_above(mass_W[None], uniform * mass_W[-1:])[0])
 
 
-def _first_above(mass_SC: Floats, target_S: Floats) -> Ints:
+def _first_above(mass_SC: Floats, target_S: Floats) -> Ints64:
     """Return the first index [S] at which cumulative mass [S, C] exceeds the target [S].
 
     Rounding may make a target as large as the total mass; it is then lowered to just below it.
     """
     below_S = np.minimum(target_S, np.nextafter(mass_SC[:, -1], 0.0))
-    indices: Ints = (mass_SC <= below_S[:, None]).sum(-1)
+    indices: Ints64 = (mass_SC <= below_S[:, None]).sum(-1)
     return indices
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention
+from aioengine.kernels.arrays import Ints64
 from aioengine.models._base import Model
 from aioengine.models._features import Features
 from aioengine.runner.inputs import InputBuilder, StepRows
@@ -40,7 +41,6 @@ from aioengine.runner.logits.token_processors import AllowedTokenIds, Bias, MinN
 from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
-from aioengine.runner.transfer import Ints
 from aioengine.scheduler.plan import NewRow, Row
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class DraftModel:
         drafts: list[Tensor] = []
         graphs = self._graphs if self._graphs is not None and len(plans) <= self._graphs.max_rows else None
         hidden: Tensor | None = None  # None: a graph computes the next draft
-        if graphs is None or num_missing > graphs.max_rows:
+        if graphs is None or num_missing > graphs.max_rows:  # no graph computes the tokens before the drafts
             hidden = self._extend([(plan.drafted, end) for plan, end in zip(plans, ends, strict=True)])
             graphs = None if self._lag else graphs  # graphs of a head read the hidden states of graphs
         for number in range(int(counts.max())):
@@ -319,7 +319,7 @@ class DraftModel:
         the table. The first one also computes all tokens before it. Return the drafts [R].
         """
         starts, ids = rows.positions - 1 - self._lag, list[list[int]]()
-        num_unknown: Ints | None = None
+        num_unknown: Ints64 | None = None
         if not number:
             starts = np.array([plan.drafted.num_computed for plan in plans], dtype=np.int64)
             firsts = (starts + self._lag).tolist()
@@ -404,7 +404,7 @@ class DraftModel:
             inputs = replace(inputs, features=of_model.read(batch.slot_mapping) if features is None else features)
         return model.forward(inputs, attention)
 
-    def _step_rows(self, requests: list[RequestRow], starts: Ints, ends: Ints, ids: list[list[int]]) -> StepRows:
+    def _step_rows(self, requests: list[RequestRow], starts: Ints64, ends: Ints64, ids: list[list[int]]) -> StepRows:
         """Return rows [R] of the positions from starts [R] to ends [R]. ids: their tokens; empty: the device has them.
 
         Tokens that the draft model does not have become its last one.

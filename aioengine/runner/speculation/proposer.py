@@ -1,8 +1,6 @@
-"""The drafts of a step: a draft model proposes them before the step, or the scheduler has looked up n-grams.
+"""Proposes the drafts of a step: the draft model samples them, or the scheduler has looked up n-grams.
 
-The scheduler plans how many drafts a row may have, and assumes that all are accepted. The runner proposes up to this
-number. It computes the row with the proposed tokens like a part of a prompt, and samples a token at each position: the
-first drafts that equal these tokens are accepted. Without proposals, the row is a plain row.
+The runner computes a row with its proposed drafts like a part of a prompt. Without proposals, the row is a plain row.
 
 If a draft model or head has CUDA graphs, its drafts stay on the device, and the host reads them together with the
 tokens of the step. Otherwise, and if the step itself cannot verify them in a CUDA graph, the host reads them before the
@@ -157,7 +155,7 @@ class Proposer:
             (ticket,) = self._launched
             sampled = [table.requests[uid].row_index for uid in ticket.sampled if uid in table.requests]
             table.is_unread[sampled] = self._has_marks = True
-            table.is_upper_bound[sampled] = ticket.drafts.is_counted
+            table.is_upper_bound[sampled] = ticket.drafts.accepts_on_device
         elif any(ticket.drafts.proposed for ticket in self._launched) or self._may_get_drafts(rows):
             return self._record_launched()
         return {}
@@ -172,8 +170,8 @@ class Proposer:
             return False
         (ticket,) = self._launched
         if self._model is None:
-            return ticket.drafts.is_counted or not ticket.drafts.proposed
-        if not ticket.drafts.is_counted or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
+            return ticket.drafts.accepts_on_device or not ticket.drafts.proposed
+        if not ticket.drafts.accepts_on_device or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
             return False
         launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
         for row in rows:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.runner.inputs import StepRows
 from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.speculation.draft_model import DeviceDrafts, DraftedRequest
-from aioengine.runner.transfer import Ints
 from aioengine.scheduler.plan import Row
 
 
@@ -24,8 +24,8 @@ class StepDrafts:
         planned: uid -> number of planned drafts.
         proposed: uid -> proposed drafts; zeros while they are only on the device.
         on_device: the proposed drafts on the device; None: the host knows them.
-        rows: the computed rows, with exact starts, and with the proposed drafts as known tokens.
-        is_counted: the device accepts drafts, and ``RowTable.rejected`` has the number of the others.
+        rows: the computed rows, with exact starts, and with the proposed drafts as known tokens. Other ranks get them.
+        accepts_on_device: the device accepts drafts, and ``RowTable.rejected`` has the number of the others.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
         open: the open requests of the sampled rows.
@@ -36,7 +36,7 @@ class StepDrafts:
     proposed: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     on_device: DeviceDrafts | None = None
     rows: list[Row] = field(default_factory=list[Row])
-    is_counted: bool = False
+    accepts_on_device: bool = False
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     followed: set[int] = field(default_factory=set[int])
     open: list[DraftedRequest | None] = field(default_factory=list[DraftedRequest | None])
@@ -46,11 +46,11 @@ class StepDrafts:
         """Return the proposed drafts of each request [R]."""
         return [self.proposed.get(request.uid, []) for request in requests]
 
-    def counts(self, requests: list[RequestRow]) -> Ints:
+    def counts(self, requests: list[RequestRow]) -> Ints64:
         """Return the number of proposed drafts of each request [R]."""
         return np.array([*map(len, self.of_requests(requests))], dtype=np.int64)
 
-    def token_indices(self, rows: StepRows) -> Ints:
+    def token_indices(self, rows: StepRows) -> Ints64:
         """Return the indices [K] in the step of the tokens before each draft, row by row."""
         counts = self.counts(rows.requests)
         firsts = rows.token_ends - 1 - counts

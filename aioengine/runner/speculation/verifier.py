@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aioengine.kernels.arrays import Ints64
 from aioengine.layers.ranks import RankGroup
 from aioengine.runner.hidden_states import HiddenStates
 from aioengine.runner.inputs import StepRows
@@ -27,7 +28,7 @@ from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.rows import RowTable
 from aioengine.runner.sampling.sampler import FAILED, Sampler
 from aioengine.runner.speculation.step_drafts import StepDrafts
-from aioengine.runner.transfer import Ints, Readback
+from aioengine.runner.transfer import Readback
 from aioengine.settings.memory_model import SAMPLED_ROWS
 
 if TYPE_CHECKING:
@@ -120,20 +121,20 @@ def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
         yield range(start, len(counts))
 
 
-class SampledDrafts(Readback):
+class SampledTokens(Readback):
     """The tokens [T] sampled at all positions of a step. The device has accepted drafts; the host repeats it when it
     knows these tokens.
 
     Attributes:
-        lasts: [S] index of the last sampled token of each row. It fails if a draft is not finite.
+        last_indices: [S] index of the last sampled token of each row. It fails if a draft is not finite.
     """
 
-    __slots__ = ("_accept", "_last_tokens", "lasts")
+    __slots__ = ("_accept", "_last_tokens", "last_indices")
 
-    def __init__(self, token_ids: Tensor, lasts: list[int], accept: Callable[[list[int]], list[int]]) -> None:
+    def __init__(self, token_ids: Tensor, last_indices: list[int], accept: Callable[[list[int]], list[int]]) -> None:
         """accept: called once with ``token_ids`` [T] on the host; returns the last token of each row [S]."""
         super().__init__(token_ids)
-        self.lasts = lasts
+        self.last_indices = last_indices
         self._accept = accept
         self._last_tokens: list[int] | None = None
 
@@ -166,7 +167,7 @@ class Verifier:
 
     def accept_on_device(
         self, graphs: DecodeGraphs, step: DecodeStep, rows: StepRows, sampled: SampledRows, drafts: StepDrafts
-    ) -> SampledDrafts:
+    ) -> SampledTokens:
         """Let the device accept the drafts of a replayed step. Return the tokens sampled at all positions [T]. They are
         sampled here if the graph did not.
 
@@ -182,11 +183,11 @@ class Verifier:
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
         spans = np.stack([row_indices, firsts, counts, num_planned, self.table.draft_indices(-1, row_indices)])
         graphs.accept(step, token_ids, self.table.upload(spans))
-        drafts.is_counted = True
+        drafts.accepts_on_device = True
         if drafts.on_device is not None:
             token_ids = torch.cat([token_ids, drafts.on_device.token_ids])
         accept = partial(self._accept_on_host, requests, drafts, firsts.tolist())
-        return SampledDrafts(token_ids, (rows.token_ends - 1).tolist(), accept)
+        return SampledTokens(token_ids, (rows.token_ends - 1).tolist(), accept)
 
     def _accept_on_host(
         self, requests: list[RequestRow], drafts: StepDrafts, firsts: list[int], token_ids: list[int]
@@ -265,7 +266,7 @@ class Verifier:
         for row in verification.followed:  # no failed row: its last token is an accepted draft
             self.errors.pop(rows.requests[row].uid, None)
 
-    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, entries: SampledRows, kept: Ints) -> None:
+    def _keep(self, hidden: Tensor, logits: Tensor, token_ids: Tensor, entries: SampledRows, kept: Ints64) -> None:
         """Store the tokens of the entries ``kept`` [N], with their logprobs and hidden states.
 
         hidden: [X, D]. logits: [X, V]. token_ids: [X], sampled for the X ``entries``.

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from aioengine.errors import EngineStartupError, describe
 from aioengine.protocol.codec import UnencodableError
-from aioengine.protocol.messages import DETOKENIZER, NewEpoch, Submit
+from aioengine.protocol.messages import DETOKENIZER, Submit
 from aioengine.protocol.orders import SecureEndpoint
 from aioengine.supervision.launchers._ray_host import REPORT_S, ChildState, FrontendAddresses
 from aioengine.supervision.tasks import EngineTask
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from aioengine.settings.config import Settings
     from aioengine.supervision.launchers._ray_places import RayPlaces
 
-_EPOCH_BITS: Final = 62
 _SILENCE_S: Final = 5.0
 """A node counts as lost if its actor sends no report for this time after ``REPORT_S``."""
 _MAX_IMAGE_BYTES: Final = 128 * 1024 * 1024
@@ -115,7 +114,7 @@ class RayLauncher:
         self._number = number
         self._settings = settings
         self._roles = roles
-        self._epoch = secrets.randbits(_EPOCH_BITS)
+        self.epoch = secrets.randbits(62)
         self._closing = contextlib.ExitStack()
         self._host: Any = None
 
@@ -128,21 +127,14 @@ class RayLauncher:
         self._host = self._places.make_host(self._number)
         self._closing.callback(self._end_host)
         addresses = self._listen(await self._ask(self._host.prepare.remote(self._places.models)))
-        start = self._host.start.remote(self._settings, self._roles, self._epoch, addresses)
+        start = self._host.start.remote(self._settings, self._roles, self.epoch, addresses)
         self._adopt(await self._ask(start))
         watching = EngineTask(self._watch(), name="aioengine-ray", on_failure=lambda error: self._lose(str(error)))
         self._closing.callback(watching.cancel)
 
-    async def begin_epoch(self) -> None:
-        """See ``ProcessLauncher``."""
-        self._epoch = secrets.randbits(_EPOCH_BITS)
-        self.sender.send([NewEpoch(self._epoch)])
-        self.sender.begin(self._epoch)
-        self.receiver.begin(self._epoch)
-
     async def launch_detokenizer(self) -> None:
         """See ``ProcessLauncher``."""
-        self._adopt(await self._ask(self._host.restart.remote(DETOKENIZER, self._epoch)))
+        self._adopt(await self._ask(self._host.restart.remote(DETOKENIZER, self.epoch)))
 
     async def check_links(self) -> None:
         """Does nothing: the sockets between the children are on another machine."""
@@ -159,9 +151,9 @@ class RayLauncher:
             context = Context()
             self._closing.callback(end_context, context)
             self._closing.callback(KeyCheck(context, key).close)
-            self.sender = _ImageSender(context, end, self._epoch, receiver="it")
+            self.sender = _ImageSender(context, end, self.epoch, receiver="it")
             self._closing.callback(self.sender.close)
-            self.receiver = AsyncZmqReceiver(context, self._epoch)
+            self.receiver = AsyncZmqReceiver(context, self.epoch)
             self._closing.callback(self.receiver.close)
             return FrontendAddresses(self.receiver.attach(end), self.sender.address, own.public)
         except ZmqError as error:

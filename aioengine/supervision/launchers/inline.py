@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from aioengine.protocol.codec import fingerprint, new_epoch_in
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, NewEpoch, Progress, Ready, Role
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Failed, Progress, Ready, Role
 from aioengine.protocol.service import Service
 from aioengine.settings.config import Settings
 from aioengine.transport.local import LocalReceiver, LocalSender
@@ -134,32 +134,27 @@ class InlineLauncher:
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
         self._settings = settings
-        self._epoch = secrets.randbits(32)
-        self.receiver = LocalReceiver(self._epoch)
-        self._inboxes = {role: LocalReceiver(self._epoch) for role in roles}
+        self.epoch = secrets.randbits(32)
+        self.receiver = LocalReceiver(self.epoch)
+        self._inboxes = {role: LocalReceiver(self.epoch) for role in roles}
         self.children: list[InlineChild] = []
-        self.sender = LocalSender(self._inboxes[SCHEDULER], self._epoch)
+        self.sender = LocalSender(self._inboxes[SCHEDULER], self.epoch)
 
     async def launch(self) -> None:
         for role in self._inboxes:
             self._start(role)
-
-    async def begin_epoch(self) -> None:
-        self._epoch = secrets.randbits(32)
-        self.sender.send([NewEpoch(self._epoch)])
-        for end in (self.sender, self.receiver, self._inboxes[DETOKENIZER]):
-            end.begin(self._epoch)
 
     async def check_links(self) -> None:
         """Does nothing: channels inside a loop do not break."""
 
     async def launch_detokenizer(self) -> None:
         self.children[:] = [child for child in self.children if child.role != DETOKENIZER]
+        self._inboxes[DETOKENIZER].begin(self.epoch)
         self._start(DETOKENIZER)
 
     def _start(self, role: Role) -> None:
-        peer = LocalSender(self._inboxes[SCHEDULER if role == DETOKENIZER else DETOKENIZER], self._epoch)
-        frontend = LocalSender(self.receiver, self._epoch)
+        peer = LocalSender(self._inboxes[SCHEDULER if role == DETOKENIZER else DETOKENIZER], self.epoch)
+        frontend = LocalSender(self.receiver, self.epoch)
         inbox = self._inboxes[role]
         self.children.append(InlineChild(role, self._settings, inbox=inbox, peer=peer, frontend=frontend))
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from aioengine.errors import EngineStartupError
 from aioengine.file_descriptors import require_descriptors
-from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, NewEpoch, Role
+from aioengine.protocol.messages import DETOKENIZER, SCHEDULER, Role
 from aioengine.settings.config import Settings
 from aioengine.supervision.launchers._child_folder import ChildFolder
 from aioengine.supervision.launchers._process_child import KILL_WAIT_S, ProcessChild
@@ -21,7 +21,6 @@ from aioengine.transport.async_zmq import AsyncZmqReceiver
 from aioengine.transport.zmq import Context, ZmqError, ZmqSender, end_context
 
 _FRONTEND = "frontend"
-_EPOCH_BITS = 62
 _MAX_SPAWN_S = 5.0
 _SHUT_DOWN = "the engine was shut down while it started"
 _FOR_LAUNCH, _FOR_CHILD = 19, 4
@@ -35,6 +34,7 @@ class ProcessLauncher:
     Attributes:
         children: the newest child of each role, also if a launch has failed. Always the same list.
         sender: sends to the scheduler. receiver: receives from all children. Both are set by ``launch``.
+        epoch: of new children. The incarnation changes it.
     """
 
     def __init__(self, settings: Settings, roles: Sequence[Role]) -> None:
@@ -44,7 +44,7 @@ class ProcessLauncher:
         self.receiver: AsyncZmqReceiver
         self._settings = settings
         self._roles = roles
-        self._epoch = secrets.randbits(_EPOCH_BITS)
+        self.epoch = secrets.randbits(62)
         self._folder: ChildFolder
         self._closing = contextlib.ExitStack()
         self._uplinks: dict[Role, str] = {}  # role -> endpoint at which the child listens, to send to the frontend
@@ -67,26 +67,15 @@ class ProcessLauncher:
         try:
             context = Context()
             self._closing.callback(end_context, context)  # also closes a socket that was not opened completely
-            self.receiver = AsyncZmqReceiver(context, self._epoch)
+            self.receiver = AsyncZmqReceiver(context, self.epoch)
             self._closing.callback(self.receiver.close)
             await self._in_thread(self._spawn_all)
-            self.sender = ZmqSender(context, self._folder.inboxes[SCHEDULER], self._epoch, receiver="it")
+            self.sender = ZmqSender(context, self._folder.inboxes[SCHEDULER], self.epoch, receiver="it")
             self._closing.callback(self.sender.close)
             for endpoint in self._uplinks.values():
                 self.receiver.attach(endpoint)
         except ZmqError as error:
             raise EngineStartupError(f"the engine's sockets could not be opened: {error}") from error
-
-    async def begin_epoch(self) -> None:
-        """Tell the scheduler to drop its requests and to continue in a new epoch. It answers with ``Ready``.
-
-        Raises:
-            BacklogFullError: the scheduler does not read its messages.
-        """
-        self._epoch = secrets.randbits(_EPOCH_BITS)
-        self.sender.send([NewEpoch(self._epoch)])
-        self.sender.begin(self._epoch)
-        self.receiver.begin(self._epoch)
 
     async def launch_detokenizer(self) -> None:
         """Start another detokenizer without waiting until it is ready. Called after the scheduler's ``Ready``.
@@ -156,7 +145,7 @@ class ProcessLauncher:
         """Start a child with its own endpoint for the frontend. Runs in the thread."""
         self._num_started += 1
         self._uplinks[role] = self._folder.endpoint(f"{_FRONTEND}-{self._num_started}")
-        self.children.append(self._folder.start(role, self._epoch, self._uplinks[role]))
+        self.children.append(self._folder.start(role, self.epoch, self._uplinks[role]))
 
 
 PLUGIN = ProcessLauncher

@@ -82,7 +82,7 @@ def test_a_model_larger_than_the_memory_of_a_cpu_is_refused_before_it_is_loaded(
 ) -> None:
     save_model("qwen2", tmp_path)
     monkeypatch.setattr(device_memory, "free_host_memory", lambda: 2048)
-    monkeypatch.setattr(build._ModelSource, "load_weights", pytest.fail)
+    monkeypatch.setattr(build._ModelSource, "load", pytest.fail)
     message = r"not enough memory: the weights need .* KiB, but only 2\.0 KiB are free\. .*quantization='int4'"
     with pytest.raises(ValueError, match=message):
         build.build(make_settings(tmp_path), lambda _: None)

@@ -100,4 +100,4 @@ def test_row_fails_with_its_last_draft() -> None:
     sampled: Any = SimpleNamespace(requests=requests, row_indices=np.arange(2))
     step: Any = SimpleNamespace(token_ids=torch.tensor([7, 8, FAILED, 9]))
     drafts = StepDrafts(proposed={1: [7, 8]})
-    assert verifier.accept_on_device(graphs, step, rows, sampled, drafts).lasts == [2, 3]
+    assert verifier.accept_on_device(graphs, step, rows, sampled, drafts).last_indices == [2, 3]
