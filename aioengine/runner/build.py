@@ -97,7 +97,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, draft_model))
     if shard.group is not None:
         pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
-    if state_bytes:
+    if state_bytes:  # each running request needs memory for its states
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
         runner_settings = replace(settings.runner, cuda_graph_max_rows=graph_rows)
@@ -126,7 +126,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
 
 
 def _shard(settings: Settings, device: torch.device) -> Shard:
-    """Connect to the other ranks, if there are any."""
+    """Return the shard of this process, which connects to the other ranks if there are any."""
     ranks = settings.runner.ranks
     if ranks is None:
         return WHOLE

@@ -253,23 +253,23 @@ class ModelRunner:
         drafts = ticket.drafts
         value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True))
         value_of |= dict.fromkeys(invalid, FAILED)
-        bad = [uid for uid, value in value_of.items() if value == FAILED]
+        failing = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
-        empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
+        empty = [uid for uid in failing if uid in requests and self._constrained.allow_no_token(requests[uid])]
         errors = {
-            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty_uids)
-            for uid in bad
+            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty)
+            for uid in failing
         }
-        for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
+        for uid in requests.keys() & failing:  # the other requests were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
-        empty = ticket.repeated.union(ticket.without_token).difference(bad)
+        without_tokens = ticket.repeated.union(ticket.without_token).difference(failing)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.with_outputs:
             new = (*drafts.accepted.get(uid, ()), value_of.get(uid, FAILED), *ticket.forced.get(uid, ()))
-            tokens.add(uid, () if uid in empty else new)
+            tokens.add(uid, () if uid in without_tokens else new)
         num_proposed = {uid: len(ids) for uid, ids in drafts.proposed.items()}
-        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed, empty_uids)
+        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed, empty)
 
     def release_pools(self) -> None:
         """Free the memory of keys, values and states, until ``resume_pools``."""

@@ -37,7 +37,7 @@ from aioengine.kernels.triton.scores import (
 LEAST_QUERIES = 16
 """Query heads in the smallest tensor core matmul. Fewer query heads per kv head are padded."""
 MOST_QUERIES = 32
-"""Query heads of the tokens of a row, for one kv head."""
+"""Maximum query heads of all tokens of a row, for one kv head."""
 STAGES = tl.constexpr(2)
 ONE_ROW_SPLITS = tl.constexpr(32)
 """Maximum entries for the splits of one row."""
