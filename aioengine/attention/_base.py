@@ -311,7 +311,7 @@ class CapturableAttention(AttentionBackend, Protocol):
         ...
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
-        """Return a function of the layer: ``attend`` into ``out`` [T, H, E], with the same tensors in each layer.
+        """Return a function of the layer: ``attend`` into ``out`` [T, H, O], with the same tensors in each layer.
 
         It is called between the CUDA graphs of the other operations.
         """

@@ -4,8 +4,9 @@ A kernel returns the output of a chunk and the logarithm of its sum of exponenti
 chunks.
 
 There are two kernels. ``attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN. The
-latter is twice as fast where MKL does not use AVX-512. It gives the same bits if both split sums in the same way. If
-they do not, or if the CPU has a matrix unit for bf16, ``attend`` calls torch's fused kernel.
+latter is twice as fast where MKL does not use AVX-512. It gives the same bits if both split sums in the same way.
+``attend`` calls torch's fused kernel. It is used if they do not, on CPUs where it is faster (``_has_fast_products``),
+and for small models (``SMALL_SIZE``).
 
 B rows or 1, H kv heads, M padded query rows per kv head, C positions of a chunk, E head size, X chunks.
 """
@@ -24,27 +25,29 @@ from aioengine.attention._base import AttentionShape
 from aioengine.attention._cpu_units import CHUNK, MASKED
 from aioengine.kernels import linear
 
-Sums = tuple[Tensor, Tensor]
+ChunkResult = tuple[Tensor, Tensor]
 """The result of one chunk: outputs [..., M, E] and logarithms of the sums of exponentials [..., M]."""
-Kernel = Callable[..., Sums]
+Kernel = Callable[..., ChunkResult]
 """Attends with queries [B, H, M, E] to keys, values [B, H, C, E].
 
 Keywords:
-    hidden: mask [1 or B, 1, 1 or M, C]; None: no position is hidden.
+    mask: [1 or B, 1, 1 or M, C], added to the scores; None: no position is hidden.
     scale: factor of the scores.
-    is_full_block: M is the number of rows of most blocks of prompts, and ``hidden`` is not [B, ...].
+    is_full_block: M is the number of rows of most blocks of prompts, and ``mask`` is not [B, ...].
     needs_sums: otherwise the returned sums may be anything.
 """
 PIECE = 192
 """MKL computes the sums of longer rows in pieces of this length."""
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, *, hidden: Tensor | None, scale: float, **_: bool) -> Sums:
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scale: float, **_: bool
+) -> ChunkResult:
     """Implement ``Kernel`` with torch's fused kernel: queries [B, H, M, E]."""
-    sums: Sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        queries, keys, values, 0.0, False, attn_mask=hidden, scale=scale
+    result: ChunkResult = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        queries, keys, values, 0.0, False, attn_mask=mask, scale=scale
     )
-    return sums
+    return result
 
 
 def attend_by_products(
@@ -52,14 +55,14 @@ def attend_by_products(
     keys: Tensor,
     values: Tensor,
     *,
-    hidden: Tensor | None,
+    mask: Tensor | None,
     scale: float,
     is_full_block: bool = False,
     needs_sums: bool = True,
-) -> Sums:
+) -> ChunkResult:
     """Implement ``Kernel`` in fp32 with matrix products and torch's softmax: queries [B, H, M, E].
 
-    oneDNN only computes full blocks, because it compiles code for each M. The rows m of ``hidden`` may also divide M.
+    oneDNN only computes full blocks, because it compiles code for each M. A ``mask`` with fewer rows is repeated.
     """
     shape = queries.shape[:2]
     queries = queries.float() if scale == 1.0 else queries.float() * scale
@@ -67,12 +70,12 @@ def attend_by_products(
     if not is_full_block:
         queries, keys, values = (part.flatten(0, 1) for part in (queries, keys, values))
         scores = torch.bmm(queries, keys.transpose(1, 2)).unflatten(0, shape)
-        weights, sums = _to_weights(scores, hidden, needs_sums=needs_sums)
+        weights, sums = _to_weights(scores, mask, needs_sums=needs_sums)
         return torch.bmm(weights.flatten(0, 1), values).unflatten(0, shape), sums
     outputs, sums = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3])
     for index in product(range(queries.shape[0]), range(queries.shape[1])):
         scores = _product(queries[index], keys[index])
-        weights, sums[index] = _to_weights(scores[None, None], hidden, needs_sums=needs_sums)
+        weights, sums[index] = _to_weights(scores[None, None], mask, needs_sums=needs_sums)
         for begin in range(0, weights.shape[3], PIECE):
             piece = slice(begin, begin + PIECE)
             part = _product(weights[0, 0, :, piece], values[index][piece].t())
@@ -85,15 +88,15 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
-def _to_weights(scores: Tensor, hidden: Tensor | None, *, needs_sums: bool) -> Sums:
+def _to_weights(scores: Tensor, mask: Tensor | None, *, needs_sums: bool) -> tuple[Tensor, Tensor]:
     """Return the softmax of scores [B, H, M, C] and the logarithms of the sums of exponentials [B, H, M].
 
     The exponential of the largest score is 1, so the largest weight is the inverse of the sum.
     """
-    if hidden is not None and hidden.shape[2] == 1:
-        scores.add_(hidden)
-    elif hidden is not None:
-        scores.unflatten(2, (-1, hidden.shape[2])).add_(hidden.unsqueeze(2))
+    if mask is not None and mask.shape[2] == 1:
+        scores.add_(mask)
+    elif mask is not None:
+        scores.unflatten(2, (-1, mask.shape[2])).add_(mask.unsqueeze(2))
     if not needs_sums:
         return torch.softmax(scores, -1), scores.select(-1, 0)
     largest = scores.amax(-1)
@@ -203,14 +206,14 @@ def _matches(kernel: Kernel, rows: int, width: int, *, head_size: int, dtype: to
     half = width // 2
     keys[:, :, half:width] = keys[:, :, :half]
     values[:, :, half:width] = -values[:, :, :half]
-    hidden = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
-    needed = None if width == CHUNK else hidden  # a mask of zeros changes no bit
-    expected = kernel(queries, keys, values, hidden=needed, scale=TRIED_SCALE, is_full_block=True)
+    mask = ((torch.arange(CHUNK) >= width) * MASKED).view(1, 1, 1, -1)
+    needed = None if width == CHUNK else mask  # a mask of zeros changes no bit
+    expected = kernel(queries, keys, values, mask=needed, scale=TRIED_SCALE, is_full_block=True)
     for times, (batch, heads), offset in product(TRIED_TIMES, ((1, 1), (1, 2), (2, 2)), TRIED_OFFSETS):
         inside = slice(offset, offset + rows * times)
         few = queries[:batch, :heads, inside].contiguous()
         cut_keys, cut_values = keys[:batch, :heads, :width], values[:batch, :heads, :width]
-        result = kernel(few, cut_keys, cut_values, hidden=hidden[..., :width], scale=TRIED_SCALE)
+        result = kernel(few, cut_keys, cut_values, mask=mask[..., :width], scale=TRIED_SCALE)
         for part, full in zip(result, expected, strict=True):
             if not torch.equal(part, full[:batch, :heads, inside]):
                 return False

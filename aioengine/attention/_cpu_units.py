@@ -44,14 +44,14 @@ class WorkUnits(NamedTuple):
         targets: [U] index of the result of each unit: lane * R + row.
         pages: [2 * U * K * P], see ``Paging.pairs``; [2 * K * P] if shared.
         width: C; chunks with fewer positions are padded.
-        hidden: [U, 1, 1, C] mask added to the scores; None if shared.
+        mask: [U, 1, 1, C] added to the scores; None if shared.
     """
 
     rows: Tensor | None
     targets: Tensor
     pages: Tensor
     width: int
-    hidden: Tensor | None
+    mask: Tensor | None
 
 
 class DecodeUnits(NamedTuple):
@@ -107,10 +107,10 @@ class Paging:
     def new_slots(self, slot_mapping: Tensor) -> Tensor:
         """Convert KV slots [T] to indices [2 * T * K] of (page, kv head, offset) triples of keys, then of values."""
         pages, offsets = np.divmod(slot_mapping.numpy(), self.page_size)
-        heads = self._pairs(pages)
-        return torch.from_numpy((heads * self.page_size + offsets[:, np.newaxis]).ravel())
+        pairs = self._pair_indices(pages)
+        return torch.from_numpy((pairs * self.page_size + offsets[:, np.newaxis]).ravel())
 
-    def _pairs(self, pages: Ints64) -> Ints64:
+    def _pair_indices(self, pages: Ints64) -> Ints64:
         """Convert page ids [...] to indices [2, ..., K] of (page, kv head) pairs of keys and of values."""
         sides = np.arange(2).reshape(2, *(1,) * pages.ndim, 1) * (self.num_pages * self.num_kv_heads)
         return sides + (pages * self.num_kv_heads)[..., np.newaxis] + np.arange(self.num_kv_heads)
@@ -126,7 +126,7 @@ class Paging:
 
     def pairs(self, pages: Ints64) -> Tensor:
         """Convert page ids [U, P] to indices [2 * U * K * P] of (page, kv head) pairs of keys, then of values."""
-        return torch.from_numpy(self._pairs(pages).swapaxes(2, 3).ravel())
+        return torch.from_numpy(self._pair_indices(pages).swapaxes(2, 3).ravel())
 
     def decode_units(self, batch: ForwardBatch) -> DecodeUnits | None:
         """Divide the decode rows (rows of one token) into units. None: there are no decode rows."""
@@ -176,10 +176,10 @@ class Paging:
         if first_seen is not None:
             is_hidden |= columns < (first_seen[rows] - chunks * CHUNK)[:, np.newaxis]
             lanes = chunks % self.num_lanes(num_chunks)
-        hidden = torch.from_numpy((is_hidden * np.float32(MASKED))[:, np.newaxis, np.newaxis])
+        mask = torch.from_numpy((is_hidden * np.float32(MASKED))[:, np.newaxis, np.newaxis])
         is_all = num_chunks == 1 and len(rows) == num_rows
         targets = torch.from_numpy(lanes * num_rows + rows)
-        return WorkUnits(None if is_all else torch.from_numpy(rows), targets, pages, width, hidden)
+        return WorkUnits(None if is_all else torch.from_numpy(rows), targets, pages, width, mask)
 
     def _find_shared(self, table: Ints64, left: Ints64) -> tuple[list[WorkUnits], npt.NDArray[np.bool_]]:
         """Return the full chunks that at least ``MIN_SHARING`` rows share, and a mask [X, R] of the other chunks."""

@@ -71,7 +71,7 @@ class AttentionLayers:
     def decode(
         self, q: Tensor, rows: DecodeRows, layer: int, *, out: Tensor, other: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Attend with q [R, H, E] to the pool of a layer into ``out`` [R, H, E]. other: see ``decode``."""
+        """Attend with q [T, H, E] to the pool of a layer into ``out`` [T, H, E]. other: see ``decode``."""
         scale, rules = self.shape.scale, self.rules[layer]
         decode(q, self.pool[layer], rows, scale=scale, out=out, other=other, rules=rules)
 

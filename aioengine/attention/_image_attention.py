@@ -118,15 +118,15 @@ class ImageAttention(Generic[Inner]):
         """Compute an image with batch-invariant operations: q [T, H, E] -> out [T, H, E]."""
         keys, values = kv.keys.float(), kv.values.float()
         for begin in range(image.start // BLOCK * BLOCK, image.stop, BLOCK):
-            skipped, hidden = 0, None
+            skipped, is_hidden = 0, None
             if kv.window is not None:
                 skipped = max(begin - kv.window + 1 - kv.first, 0)
                 positions = torch.arange(kv.first + skipped, image.stop, device=q.device)
-                hidden = positions <= torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1) - kv.window
+                is_hidden = positions <= torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1) - kv.window
             low, high = max(image.start, begin), min(image.stop, begin + BLOCK)
             tokens = slice(image.first + low - image.start, image.first + high - image.start)
             inside, visible = slice(low - begin, high - begin), (keys[:, skipped:], values[:, skipped:])
-            out[tokens] = attend_block(q[tokens], inside, *visible, hidden=hidden, shape=self._shape)
+            out[tokens] = attend_block(q[tokens], inside, *visible, is_hidden=is_hidden, shape=self._shape)
 
 
 class CapturableImageAttention(ImageAttention[CapturableAttention]):

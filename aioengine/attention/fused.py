@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionShape, ForwardBatch
-from aioengine.attention._cpu_kernels import Sums, attend_by_products, limits_of, merge
+from aioengine.attention._cpu_kernels import ChunkResult, attend_by_products, limits_of, merge
 from aioengine.attention._cpu_units import BLOCK_TOKENS, CHUNK, MASKED, DecodeUnits, Paging, WorkUnits, first_tokens
 from aioengine.kernels.kv_target import WriteKV, from_stored, to_stored
 
@@ -40,7 +40,7 @@ def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> b
     return limits_of(shape, dtype) is not None
 
 
-def _by_lane(parts: dict[int, Sums]) -> Sums:
+def _by_lane(parts: dict[int, ChunkResult]) -> ChunkResult:
     """Stack the sums [...] of lanes -> fp32 [X, ...]. Missing lanes have no weight."""
     outputs, sums = next(iter(parts.values()))
     missing = torch.zeros_like(outputs), torch.full_like(sums, MASKED)
@@ -60,15 +60,16 @@ class _TokenBlock(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a block sees: index among the gathered chunks of the row, lane, width C, mask or None.
+    """A chunk that a block sees: index among the gathered chunks of the row, lane, width C.
 
-    hidden: [1, 1, tokens of the block, C], repeated for each query head of a kv head if torch's kernel needs it.
+    mask: [1, 1, tokens of the block, C] added to the scores, repeated for each query head of a kv head if torch's
+    kernel needs it; None: the block sees the whole chunk.
     """
 
     index: int
     lane: int
     width: int
-    hidden: Tensor | None
+    mask: Tensor | None
 
 
 class _PrefillRow(NamedTuple):
@@ -113,11 +114,12 @@ class FusedAttention:
         self._group = shape.num_heads // num_kv_heads
         self._head_size, self._stored_size = head_size, stored_size
         self._attend, self._scale = limits.attend, shape.scale
-        is_wide = limits.attend is attend_by_products
-        self._query_scale = torch.tensor([shape.scale]) if is_wide else None
-        self._decode_scale = 1.0 if is_wide else shape.scale
+        is_fp32 = limits.attend is attend_by_products
+        # a decode step scales queries when it converts them to fp32; the kernel then has nothing to scale
+        self._query_scale = torch.tensor([shape.scale]) if is_fp32 else None
+        self._decode_scale = 1.0 if is_fp32 else shape.scale
         self._sinks = shape.sinks
-        self._padding = -self._group % limits.rows
+        self._padding = -self._group % limits.rows  # query rows per kv head of a decode row
         self._paging = Paging(
             num_kv_heads=num_kv_heads,
             num_pages=num_pages,
@@ -132,10 +134,10 @@ class FusedAttention:
         self._new_slots = torch.empty(0)
         self._decode: DecodeUnits | None = None
         self._calls: list[_DecodeCall] = []
-        self._shapes: tuple[int, list[tuple[int, int]]] = 0, []
+        self._shapes: tuple[int, list[tuple[int, int]]] = 0, []  # of the last step: rows, and (pages, width) of calls
         self._memory = kv_pool.new_empty(0)
         # padded queries of all rows, and a view without padding
-        self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_wide else dtype)
+        self._queries = self._own_queries = torch.empty(0, dtype=torch.float32 if is_fp32 else dtype)
         self._prefill: list[_PrefillRow] = []
 
     def prepare(self, batch: ForwardBatch) -> None:
@@ -189,6 +191,7 @@ class FusedAttention:
         self._own_queries = self._queries[:, :, : self._group]
 
     def _padded_width(self, visible: int) -> int:
+        """Return the smallest width with which the kernel computes a chunk with ``visible`` positions."""
         return next(width for width in self._limits.widths if width >= visible and width % self.page_size == 0)
 
     def _attend_decode(self, decode: DecodeUnits, q: Tensor, layer: int) -> Tensor:
@@ -205,13 +208,13 @@ class FusedAttention:
             merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         else:
             sinks = functional.pad(self._grouped_sinks(layer), (0, self._padding)) if self._sinks else None
-            merged = merge(*self._decode_sums(decode, queries, layer), sinks)
+            merged = merge(*self._decode_results(decode, queries, layer), sinks)
         if self._padding:
             merged = merged[:, :, : self._group]
         merged = merged.reshape(decode.num_rows, -1)
         return merged if merged.dtype == q.dtype else merged.to(q.dtype)
 
-    def _decode_sums(self, decode: DecodeUnits, queries: Tensor, layer: int) -> Sums:
+    def _decode_results(self, decode: DecodeUnits, queries: Tensor, layer: int) -> ChunkResult:
         """queries [R, K, M, E] -> sums [X, R, K, M, ...], without weight in lanes that a row does not use."""
         num_targets = decode.num_lanes * decode.num_rows
         outputs = queries.new_zeros(num_targets, *queries.shape[1:], dtype=torch.float32)
@@ -223,27 +226,26 @@ class FusedAttention:
         shape = (decode.num_lanes, decode.num_rows)
         return torch.unflatten(outputs, 0, shape), torch.unflatten(sums, 0, shape)
 
-    def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> Sums:
+    def _attend_units(self, queries: Tensor, call: _DecodeCall, layer: int) -> ChunkResult:
         """queries [R, K, M, E] -> sums [U, K, M, ...]."""
         units = call.units
         torch.index_select(self._pages[layer], 0, units.pages, out=call.memory)
         keys, values = call.sides or from_stored(call.stored, self._dtype).to(self._queries.dtype).unbind(0)
         chosen = queries if units.rows is None else queries.index_select(0, units.rows)
-        if units.hidden is not None:
+        if units.mask is not None:
             assert self._decode is not None
             needs_sums = self._decode.num_lanes > 1 or bool(self._sinks)
-            return self._attend(
-                chosen, keys, values, hidden=units.hidden, scale=self._decode_scale, needs_sums=needs_sums
-            )
+            return self._attend(chosen, keys, values, mask=units.mask, scale=self._decode_scale, needs_sums=needs_sums)
         joined = chosen.transpose(0, 1).reshape(1, self._num_kv_heads, -1, self._head_size)
         is_full_block = joined.shape[2] % SHARED_ROWS == 0
         outputs, sums = self._attend(
-            joined, keys, values, hidden=None, scale=self._decode_scale, is_full_block=is_full_block
+            joined, keys, values, mask=None, scale=self._decode_scale, is_full_block=is_full_block
         )
         shape = (len(chosen), -1)
         return torch.unflatten(outputs[0], 1, shape).transpose(0, 1), torch.unflatten(sums[0], 1, shape).transpose(0, 1)
 
     def _prefill_row(self, batch: ForwardBatch, row: int, start: int) -> _PrefillRow:
+        """Divide a row of several tokens into blocks. start: index of its first token in the step."""
         count, kv_length = batch.query_lengths[row], batch.kv_lengths[row]
         table = self._paging.chunk_table(batch.page_table[row : row + 1].numpy(), -(-kv_length // CHUNK))
         first = kv_length - count
@@ -267,17 +269,17 @@ class FusedAttention:
         chunks: list[_Chunk] = []
         for begin in range(paging.first_seen(int(last[0])) // CHUNK * CHUNK, num_visible, CHUNK):
             chunk, width = begin // CHUNK, self._padded_width(min(CHUNK, num_visible - begin))
-            hidden: Tensor | None = None
+            mask: Tensor | None = None
             if begin + width > num_visible_to_all or begin < first_visible_to_all:
                 columns = torch.arange(begin, begin + width)
                 is_hidden = columns > last.unsqueeze(1)
                 if paging.window is not None:
                     is_hidden |= columns <= last.unsqueeze(1) - paging.window
-                hidden = is_hidden * MASKED
+                mask = is_hidden * MASKED
                 if self._attend is not attend_by_products:
-                    hidden = hidden.to(self._dtype).repeat(self._group, 1)
-                hidden = hidden[None, None]
-            chunks.append(_Chunk(chunk - first_chunk, paging.lane(chunk), width, hidden))
+                    mask = mask.to(self._dtype).repeat(self._group, 1)
+                mask = mask[None, None]
+            chunks.append(_Chunk(chunk - first_chunk, paging.lane(chunk), width, mask))
         return chunks
 
     def _grouped_sinks(self, layer: int) -> Tensor:
@@ -295,13 +297,13 @@ class FusedAttention:
             if padding := -block.size % self._limits.rows:
                 queries = functional.pad(queries, (0, 0, 0, padding))
             joined, num_rows = queries.reshape(1, kv_heads, -1, head_size), queries.shape[2]
-            parts: dict[int, Sums] = {}
+            parts: dict[int, ChunkResult] = {}
             for chunk in block.chunks:
                 kv = (part[chunk.index, None, :, : chunk.width] for part in (keys, values))
                 outputs, sums = self._attend(
                     joined,
                     *kv,
-                    hidden=chunk.hidden,
+                    mask=chunk.mask,
                     scale=self._scale,
                     is_full_block=num_rows == BLOCK_TOKENS,
                     needs_sums=len(block.chunks) > 1 or bool(self._sinks),

@@ -51,7 +51,7 @@ def attend_block(
     keys: Tensor,
     values: Tensor,
     *,
-    hidden: Tensor | None,
+    is_hidden: Tensor | None,
     shape: AttentionShape,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -61,7 +61,7 @@ def attend_block(
         q: [M, H, E].
         inside: the places of these tokens in the block.
         keys, values: fp32 [K, C, E] and [K, C, V].
-        hidden: [BLOCK, C], the positions to which each token of the block does not attend; None: it attends to all.
+        is_hidden: [BLOCK, C], the positions to which each token of the block does not attend; None: it attends to all.
         sinks: [H], see ``AttentionShape``.
 
     Returns:
@@ -73,8 +73,8 @@ def attend_block(
     scores = torch.bmm(grouped.flatten(1, 2), keys.transpose(1, 2)).view(*grouped.shape[:3], -1)
     if shape.soft_cap is not None:
         scores = scores.div_(shape.soft_cap).tanh_().mul_(shape.soft_cap)
-    if hidden is not None:
-        scores = scores.masked_fill_(hidden, float("-inf"))
+    if is_hidden is not None:
+        scores = scores.masked_fill_(is_hidden, float("-inf"))
     if sinks is not None:
         sinks = sinks.float().view(*grouped.shape[:2], 1, 1).expand(-1, -1, BLOCK, 1)
         scores = torch.cat((scores, sinks), -1)
@@ -143,13 +143,13 @@ class TorchAttention:
                 visible = slice(first, begin + BLOCK)
                 tokens = torch.arange(begin, begin + BLOCK, device=q.device).unsqueeze(1)
                 positions = torch.arange(first, begin + BLOCK, device=q.device)
-                hidden = positions > tokens
+                is_hidden = positions > tokens
                 if window is not None:
-                    hidden |= positions <= tokens - window
+                    is_hidden |= positions <= tokens - window
                 low, high = max(begin, row.start), min(begin + BLOCK, row.stop)
                 own = slice(row.first_token + low - row.start, row.first_token + high - row.start)
                 inside, kv = slice(low - begin, high - begin), (keys[:, visible], values[:, visible])
-                out[own] = attend_block(q[own], inside, *kv, hidden=hidden, shape=self._shape, sinks=sinks)
+                out[own] = attend_block(q[own], inside, *kv, is_hidden=is_hidden, shape=self._shape, sinks=sinks)
         return out
 
 

@@ -90,14 +90,14 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
     loaded = _load(source, vocab_size, memory, times, report)
     model, draft = loaded.model, loaded.draft
     times.end("weights")
-    adapters = _take_adapters(model, settings, memory, shard.group)
+    adapters = _allocate_adapters(model, settings, memory, shard.group)
     state_bytes = 0 if model.state_shape is None else model.state_shape.num_bytes
     draft_cache, draft_model = (None, None) if draft is None else (draft.kv_cache, draft.model)
     demand = PoolDemand.of(settings, loaded.kv_cache, state_bytes=state_bytes, draft=draft_cache)
     pool = fit_pool(demand, memory.pool_budget(model, settings, adapters, draft_model))
     if shard.group is not None:
         pool = PoolFit(*(shard.group.all_reduce_min(number) for number in pool))
-    if state_bytes:
+    if state_bytes:  # each running request needs memory for its states
         graph_rows = min(settings.runner.cuda_graph_max_rows, pool.num_rows)
         scheduler = replace(settings.scheduler, max_running=pool.num_rows)
         runner_settings = replace(settings.runner, cuda_graph_max_rows=graph_rows)
@@ -126,7 +126,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
 
 
 def _shard(settings: Settings, device: torch.device) -> Shard:
-    """Connect to the other ranks, if there are any."""
+    """Return the shard of this process, which connects to the other ranks if there are any."""
     ranks = settings.runner.ranks
     if ranks is None:
         return WHOLE
@@ -137,11 +137,11 @@ def _shard(settings: Settings, device: torch.device) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class _ModelSource:
-    """What a model is built from.
+    """Builds a model, and loads its weights.
 
     Attributes:
         config: config.json without its quantization.
-        widened: the GGUF types that are widened.
+        widened: the quantized types of a GGUF file that are dequantized while they are loaded.
     """
 
     settings: Settings
@@ -325,7 +325,7 @@ def _compile_sampling(model: Model, vocab_size: int, logprobs_mode: str, num_ran
         token_logprobs.compile_kernels(vocab_size, torch.float32, device)
 
 
-def _take_adapters(
+def _allocate_adapters(
     model: Model, settings: Settings, memory: DeviceMemory, ranks: RankGroup | None
 ) -> AdapterPool | None:
     """Allocate the adapter slots. None: LoRA is not enabled.

@@ -48,7 +48,7 @@ class StepRows:
     known_ids: Ints64
 
     def unknown_tokens(self) -> tuple[Ints64, Ints64]:
-        """Return the rows [X], and the index [X] of the last token of each in the step."""
+        """Return the rows [X] whose last token only the device has, and the index [X] of this token in the step."""
         rows = np.flatnonzero(self.num_known < self.counts)
         return rows, self.token_ends[rows] - 1
 

@@ -66,7 +66,7 @@ class DeviceParts:
         states: None if the model has no states.
         ranks: None if there is one rank.
         draft: None if there is no draft model.
-        workspace: memory of attention that CUDA graphs contain; None: there is none.
+        workspace: memory of the attention backend whose address CUDA graphs contain; None: there is none.
     """
 
     settings: Settings
@@ -145,7 +145,7 @@ class ModelRunner:
         if settings.scheduler.max_drafts:
             models = [parts.model] if parts.draft is None else [parts.model, parts.draft.model]
             has_windows = any(any(model.attention_shape.windows) for model in models)
-            self._table.has_upper_bounds = parts.ranks is None and not has_windows
+            self._table.has_upper_bounds = parts.ranks is None and not has_windows  # the draft model copies this
             draft_model = None if parts.draft is None else DraftModel(parts.draft, self._table, sampler)
             kind = ReceivedDrafts if parts.ranks is not None and parts.ranks.rank else Proposer
             self._proposer = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
@@ -253,23 +253,23 @@ class ModelRunner:
         drafts = ticket.drafts
         value_of = dict(zip([*ticket.sampled, *ticket.without_token], values, strict=True))
         value_of |= dict.fromkeys(invalid, FAILED)
-        bad = [uid for uid, value in value_of.items() if value == FAILED]
+        failing = [uid for uid, value in value_of.items() if value == FAILED]
         requests = self._table.requests
-        empty_uids = [uid for uid in bad if uid in requests and self._constrained.allow_no_token(requests[uid])]
+        empty = [uid for uid in failing if uid in requests and self._constrained.allow_no_token(requests[uid])]
         errors = {
-            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty_uids)
-            for uid in bad
+            uid: self._custom.errors.pop(uid, "") or why_no_token(requests.get(uid), is_empty=uid in empty)
+            for uid in failing
         }
-        for uid in requests.keys() & bad:  # the other requests were closed while the step was in flight
+        for uid in requests.keys() & failing:  # the other requests were closed while the step was in flight
             self._failed.add(uid, errors[uid], is_poisoned=True)
         failed = {**ticket.failed, **errors}
-        empty = ticket.repeated.union(ticket.without_token).difference(bad)
+        without_tokens = ticket.repeated.union(ticket.without_token).difference(failing)
         tokens = TokenColumns(extras=extras)
         for uid in ticket.with_outputs:
             new = (*drafts.accepted.get(uid, ()), value_of.get(uid, FAILED), *ticket.forced.get(uid, ()))
-            tokens.add(uid, () if uid in empty else new)
+            tokens.add(uid, () if uid in without_tokens else new)
         num_proposed = {uid: len(ids) for uid, ids in drafts.proposed.items()}
-        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed, empty_uids)
+        return StepResult(tokens, failed, ticket.complete, drafts.rejected, num_proposed, empty)
 
     def release_pools(self) -> None:
         """Free the memory of keys, values and states, until ``resume_pools``."""
@@ -310,6 +310,7 @@ class ModelRunner:
             self._inputs.states.release()
 
     def _open_and_close(self, plan: StepPlan) -> None:
+        """Close and open requests, compute the features of images, and add new pages. A request with an error fails."""
         if plan.closed and self._newest is not None:
             uids, values = [*self._newest.sampled, *self._newest.without_token], self._newest.values
             indices = values.last_indices if isinstance(values, SampledTokens) else range(len(uids))
@@ -396,7 +397,9 @@ class ModelRunner:
         return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
     def _values_without_token(self, hidden: Tensor, rows: StepRows | None = None) -> Tensor:
-        """Return ``Ticket.values`` [N] of the rows without a token, from hidden states [R, D]. rows: None if all.
+        """Return ``Ticket.values`` [R - S] of the rows without a token, from hidden states [R, D].
+
+        rows: None if no row samples.
 
         If any position of a row is not finite, attention makes its last position non-finite too. ``FailedRows`` lists
         the exceptions.
@@ -443,9 +446,10 @@ class ModelRunner:
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.find_prompts(rows) if self._table.num_with_hidden_states else None
         num_outputs = self._num_padded(len(rows.requests))
-        graphs = self.prompt_graphs
-        encoder_step = None
-        if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
+        graphs, encoder_step, pieces = self.prompt_graphs, None, None
+        if not isinstance(graphs, EncoderGraphs):
+            pieces = graphs
+        elif self._table.adapters.slots(rows.row_indices) is None:
             encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
         with profiled("prepare"):
             extra_outputs = [extra.token_indices for extra in (hidden_states, prompts) if extra is not None]
@@ -462,17 +466,18 @@ class ModelRunner:
         if encoder_step is not None:
             hidden = encoder_step.replay(inputs, batch)
         elif (
-            not isinstance(graphs, EncoderGraphs | None)
+            pieces is not None
             and inputs.outputs is not None
             and (inputs.token_ids is not None or self._model.input_spec.embeddings)  # no embeddings of the user
             and inputs.deepstack is None
-            and graphs.fits(batch, num_needed := len(inputs.outputs) if extra_outputs else len(rows.requests))
+            and pieces.fits(batch, num_needed := len(inputs.outputs) if extra_outputs else len(rows.requests))
         ):
-            hidden = graphs.replay(inputs, batch, num_needed)
+            hidden = pieces.replay(inputs, batch, num_needed)
         else:
             with profiled("prepare"):
                 self._attention.prepare(batch)
             hidden = self._model.forward(inputs, self._attention)
+        # behind the rows and their padding: the extra outputs
         first_prompt = num_outputs + (0 if hidden_states is None else len(hidden_states.token_indices))
         first_draft = first_prompt + (0 if prompts is None else len(prompts.token_indices))
         if hidden_states is not None:
@@ -511,7 +516,8 @@ class ModelRunner:
     def _sample_or_defer(
         self, hidden: Tensor, rows: SampledRows, logits: Tensor | None = None, *, is_urgent: bool = False
     ) -> Tensor | None:
-        """Return ``_sample`` [S]; None: it is deferred, because masks depend on tokens that are not known yet.
+        """Return the token ids [S] from ``_sample``; None: they are sampled later, because masks depend on tokens that
+        are not known yet.
 
         is_urgent: wait for these tokens instead.
         """

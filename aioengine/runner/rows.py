@@ -67,6 +67,7 @@ class RowTable:
     Attributes:
         num_embeddings: token ids are below this.
         processors: of the logits. mask_bit: the bit of the grammar processor in ``SAMPLING_RECORD``.
+        upload: copies a host array to the device, see ``Upload``.
         requests: uid -> open request.
         page_tables: their pages.
         last_tokens: [(3 + 3 * max_drafts) * max_rows + 1] int64 on the device, in this order:
@@ -140,7 +141,9 @@ class RowTable:
         self.last_tokens.index_copy_(0, indices, token_ids.clamp(min=0))
 
     def for_draft_model(self) -> RowTable:
-        """Return the same table for a draft model, which has one page group, and neither adapters nor images."""
+        """Return a table of the same requests for a draft model, which has one page group, and neither adapters nor
+        images. It shares tensors and arrays. Its numbers of open requests stay 0.
+        """
         table = copy(self)
         table.page_tables = copy(self.page_tables)
         table.page_tables.tables, table.page_tables.groups = self.page_tables.tables[:1], None
@@ -241,7 +244,7 @@ class RowTable:
                 request.history[position] = token_ids[i]
 
     def _open_recent(self, row_index: int, token_ids: list[int]) -> Tensor:
-        """Return ``RequestRow.recent`` [R] of a request with these tokens."""
+        """Return ``RequestRow.recent`` [RECENT_TOKENS] of a request with these tokens."""
         if self._recent is None:
             shape = len(self.sampling), RECENT_TOKENS
             self._recent = torch.empty(shape, dtype=torch.int32, device=self.last_tokens.device)

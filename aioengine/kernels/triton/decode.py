@@ -9,7 +9,8 @@ result is the same in every run, but it depends on the splits, which depend on t
 
 A row may also be several tokens of a request (``DecodeRows.most_tokens``): then they read its keys and values together.
 
-R rows, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X entries for splits.
+R rows, T tokens, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X entries
+for splits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from aioengine.kernels.triton.scores import (
 LEAST_QUERIES = 16
 """Query heads in the smallest tensor core matmul. Fewer query heads per kv head are padded."""
 MOST_QUERIES = 32
-"""Query heads of the tokens of a row, for one kv head."""
+"""Maximum query heads of all tokens of a row, for one kv head."""
 STAGES = tl.constexpr(2)
 """Blocks of positions in flight."""
 ONE_ROW_SPLITS = tl.constexpr(32)
@@ -103,6 +104,8 @@ def _attend_split(
         span: begin and end of the split, number of splits of its row, index of the first of these.
         row_tokens: index of the first token of the row, number of tokens, number of positions before the last page, and
             pointer to the number on the last page of the first token.
+        split_sums, split_marks: see ``store_split``. done: counter of the row and kv head.
+        target: out, other, other_weights, sinks and scales of ``_finish``.
         ALL_HEADS: query heads of a stored split. TOKENS: maximum tokens of the row. QUERIES: their query heads for
             one kv head, padded.
     """
@@ -208,10 +211,12 @@ def decode(
     other: tuple[Tensor, Tensor] | None = None,
     rules: ScoreRules = NO_RULES,
 ) -> None:
-    """Attend with q [R, H, E] (contiguous heads) to keys and values [N, K, S, E] into ``out`` [R, H, E].
+    """Attend with q [T, H, E] (contiguous heads) to keys and values [N, K, S, E] into ``out`` [T, H, E].
 
-    other: the attention result over further positions, contiguous [R, H, E], and log2 of its sum of exponentials,
-    [R, H] fp32. It is merged into the result. A row without such positions has finite numbers and a low logarithm.
+    Each row has one token if ``rows.most_tokens`` is 1.
+
+    other: the attention result over further positions, contiguous [T, H, E], and log2 of its sum of exponentials,
+    [T, H] fp32. It is merged into the result. A row without such positions has finite numbers and a low logarithm.
     rules: the window must be the one of ``rows.splits``.
     """
     num_heads, head_size = q.shape[1:]

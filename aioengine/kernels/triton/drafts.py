@@ -62,12 +62,14 @@ def _move_kernel(
     columns: tl.tensor, stride: tl.tensor, starts: tl.tensor, page_ids: tl.tensor, rejected: tl.tensor,
     INDEX: tl.constexpr, SAMPLED: tl.constexpr, PAGE_SIZE: tl.constexpr, LAG: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Move one row. Columns 1 to 4: positions, slots, last lengths, targets."""
+    """Move one row. Columns 1 to 4: positions, slots, last lengths, targets. INDEX: the last column, with the index in
+    ``rejected``; the column before it has the page table.
+    """
     row = columns + tl.program_id(0)
     position, slot, last_length, target = row + stride, row + 2 * stride, row + 3 * stride, row + 4 * stride
     table, num_rejected = tl.load(row + (INDEX - 1) * stride), tl.load(rejected + tl.load(row + INDEX * stride))
     sampled = tl.load(row + SAMPLED * stride) - num_rejected
-    if table < 0:
+    if table < 0:  # at an exact position; it is sampled only if its token is the last one that counts
         tl.store(row + SAMPLED * stride, sampled)
         if tl.load(position) + 1 + LAG != sampled:
             tl.store(target, -1)

@@ -114,7 +114,9 @@ def store_split(
     split_sums: tl.tensor, split_marks: tl.tensor, targets: tl.tensor, state: tl.tuple, is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the state of a split of a row. targets: [G] indices of (row, split, head)."""
+    """Store the state of a split of a row: the weighted values in ``split_sums``, the highest score and the sum of
+    weights in ``split_marks``. targets: [G] indices of (row, split, head).
+    """
     highest, total, sums = state
     columns = tl.arange(0, sums.shape[1])[None, :]
     inside = is_head[:, None] & (columns < VALUE_SIZE)
@@ -214,7 +216,7 @@ def add_sinks(out: Tensor, weights: Tensor, sinks: Tensor) -> None:
 
 
 def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, *, has_sinks: bool) -> None:
-    """Merge into out [T, H, E] and weights [T, H]: see ``_merge_kernel``."""
+    """Merge into out [T, H, E] and weights [T, H]: see ``_merge_results_kernel``."""
     num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
     tensors = out, weights, other, other_weights
     sizes = num_heads, head_size, next_power_of_2(head_size), has_sinks

@@ -16,8 +16,8 @@ memory, and replays the graph.
 
 - Captured: all operations except attention, in pieces between the attention of two layers.
 - Inputs: ``PaddedInputs``. Padding: tokens that belong to no row; their keys and values go to the padding page.
-- Not used: if the step has more tokens than ``longest_graph``, too many outputs (``PieceGraphs.fits``), or prompts
-  given as embeddings (``ModelRunner._forward``).
+- Not used: if the step has more tokens than ``longest_graph``, too many outputs (``PieceGraphs.fits``), prompts given
+  as embeddings, or images with features for several layers (``deepstack``, see ``ModelRunner._forward``).
 
 ``encoder_graphs``: short steps of encoders.
 

@@ -351,6 +351,7 @@ class DecodeGraphs:
         num_rows = step.masked[-1] + 1 if step.masked else len(step.hidden)
         columns = self._inputs.columns(step.graph.num_rows)[:, :num_rows]
         token_ids = step.graph.token_ids[:num_rows]
+        # rows of one token have no targets, so that the graph samples none; their sources are the same row indices
         targets = columns[SOURCES if step.order is None else TARGETS]
         self._kernels.sample(logits[:num_rows], Draws(columns[FIELDS:]), token_ids, (targets, self._table.last_tokens))
         return token_ids if step.order is None else token_ids[step.order]
@@ -416,7 +417,7 @@ class DecodeGraphs:
         return compute
 
     def _shortened(self) -> Model:
-        """Return a model that runs all kernels of a step: without some blocks, if their kernels are known."""
+        """Return a model that runs all kernels of a step, in less time if it can leave out blocks of the same kind."""
         model = self._model
         return model.shortened() if model.knows_kinds and model.features is None else model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aioengine.settings.config import Settings
 from aioengine.settings.resolve import PACKED
 
-_SHORT = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
+_FEW_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 
 
 def decode_ladder(max_rows: int) -> list[int]:
@@ -13,7 +13,7 @@ def decode_ladder(max_rows: int) -> list[int]:
 
     Small counts are close together, because padding matters most there. From 16 rows on, padding is at most a quarter.
     """
-    sizes: list[int] = list(_SHORT)
+    sizes: list[int] = list(_FEW_ROWS)
     while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (64 if sizes[-1] < 512 else 128))
     return [*(size for size in sizes if size < max_rows), max_rows] if max_rows else []
@@ -28,14 +28,14 @@ def cascade_ladder(max_rows: int, *, min_rows: int) -> list[int]:
     return [*sizes, max_rows] if max_rows >= min_rows else []
 
 
-_PIECES = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
-_PIECE = 256
+_SHORT_STEPS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+_TILE_TOKENS = 256
 """Tokens per tile of large matmuls."""
 
 
 def piece_ladder(max_tokens: int) -> list[int]:
     """Return the token counts with CUDA graphs in pieces, ascending up to ``max_tokens``; empty for 0."""
-    sizes = [*_PIECES, *range(_PIECES[-1] + _PIECE, max_tokens, _PIECE)]
+    sizes = [*_SHORT_STEPS, *range(_SHORT_STEPS[-1] + _TILE_TOKENS, max_tokens, _TILE_TOKENS)]
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 

@@ -7,7 +7,8 @@ count of a ladder (``PaddedInputs``). Padding tokens belong to no row; their key
 The operations between the attention of two layers are one graph. Attention is launched without a graph, only for the
 real tokens. Graphs and attention exchange q, k, v and the attention outputs in buffers that all layers and sizes share.
 
-T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value size, D model size, N pages, S page size.
+T tokens of a graph, R rows, H query heads, K kv heads, E head size, V value size, O output size, D model size, N pages,
+S page size.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _GraphSplitter:
         kv_pool: keys [N, K, S, E] and values [N, K, S, V] of each layer.
         slots: layer -> KV slots [T].
         heads: q, k and v as for ``split_heads``, written by graphs.
-        attended: [T, H, V], the attention outputs, read by graphs.
+        attended: [T, H, O], the attention outputs, read by graphs.
         pool: the memory pool of the graphs.
         graphs: of the running capture.
     """
@@ -68,7 +69,7 @@ class _GraphSplitter:
         return KVTarget(self.slots[layer], keys, values, self.heads, self.shape.scales(layer))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """End a graph and begin the next. Return the memory [T, H * V] that attention writes between them."""
+        """End a graph and begin the next. Return the memory [T, H * O] that attention writes between them."""
         if self.graphs:
             self.graphs[-1].capture_end()
             self._begin()

@@ -236,7 +236,7 @@ class DraftModel:
         self._advance(drafted, end)
 
     def can_follow(self, drafted: DraftedRequest, num_unknown: int) -> bool:
-        """Return whether there can be drafts after ``num_unknown`` more tokens, with few tokens to compute first."""
+        """Return whether a graph can compute the missing tokens of a request, and ``num_unknown`` tokens after them."""
         num_missing = self._num_computable(drafted) - drafted.num_computed
         return self._graphs is not None and num_missing + num_unknown <= 1 + self._table.max_drafts
 
@@ -361,8 +361,8 @@ class DraftModel:
         self._parts.kv_pool.clean(pages)
 
     def _extend(self, spans: list[tuple[DraftedRequest, int]]) -> Tensor:
-        """Compute each request up to a number of positions, which is larger than ``num_computed``, but only as many
-        positions of the first requests as fit into a step. Return the hidden states [R, D] of their last ones.
+        """Compute the positions of each request from ``num_computed`` up to the given end, request by request until the
+        step is full. Return the hidden states [R, D] of the last computed position of each request.
         """
         missing = np.array([end - drafted.num_computed for drafted, end in spans], dtype=np.int64)
         counts = np.diff(missing.cumsum().clip(max=self._parts.max_tokens), prepend=0)
@@ -396,12 +396,13 @@ class DraftModel:
         drafts: [R] the tokens of the rows; None: the host knows them.
         features: [R, D] that a draft head reads instead of hidden states of the model; None: it reads these.
         """
-        model, attention, of_model = self._parts.model, self._parts.attention, self._parts.features
+        model, attention, model_features = self._parts.model, self._parts.attention, self._parts.features
         outputs, num_rows = rows.token_ends - 1, len(rows.requests)
         inputs, batch = self._inputs.build(model, rows, outputs, num_outputs=num_rows, token_ids=drafts)
         attention.prepare(batch)
-        if of_model is not None:
-            inputs = replace(inputs, features=of_model.read(batch.slot_mapping) if features is None else features)
+        if model_features is not None:
+            features = model_features.read(batch.slot_mapping) if features is None else features
+            inputs = replace(inputs, features=features)
         return model.forward(inputs, attention)
 
     def _step_rows(self, requests: list[RequestRow], starts: Ints64, ends: Ints64, ids: list[list[int]]) -> StepRows:
@@ -424,5 +425,5 @@ class DraftModel:
 
 
 def _with_own_constraint(row: RequestRow) -> RequestRow:
-    """Return a row whose constraint, if it has one, may follow drafts."""
+    """Return the row with a copy of its constraint, which follows drafts."""
     return row if row.constraint is None else replace(row, constraint=row.constraint.copy(), forced_end=0)

@@ -45,8 +45,8 @@ class Proposer:
 
     def __init__(self, table: RowTable, model: DraftModel | None = None, *, with_grammars: bool) -> None:
         """model: None if drafts are n-grams.
-        with_grammars: the model proposes drafts for requests with a grammar. Not with several steps in flight, because
-        a row in flight may then sample a forced token again.
+        with_grammars: the draft model also proposes drafts for requests with a grammar. With several steps in flight it
+        cannot, because a row in flight may sample a forced token again.
         """
         self._table = table
         self._model = model
@@ -82,8 +82,8 @@ class Proposer:
         """Return whether these rows are computed as in an engine without drafts: they have none, and no draft before
         them is in flight.
         """
-        has_none = self._model is None and not self._num_planned and not self._has_marks
-        return has_none and not any(row.num_drafts for row in rows)
+        is_idle = self._model is None and not self._num_planned and not self._has_marks
+        return is_idle and not any(row.num_drafts for row in rows)
 
     def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
         """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight.
@@ -116,8 +116,8 @@ class Proposer:
             return
         self._num_planned += bool(drafts.planned)
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
-        if not drafts.proposed:  # otherwise they are rejected when the tokens are known
-            _reject(ticket)
+        if not drafts.proposed:  # otherwise they are counted when the tokens are known
+            _count_rejected(ticket)
         if self._model is None:
             return
         prompts: list[tuple[DraftedRequest, int]] = []
@@ -146,11 +146,13 @@ class Proposer:
             self._launched.remove(ticket)
 
     def _follow_or_wait(self, rows: list[Row], *, may_overlap: bool) -> dict[int, int]:
-        """Let rows with planned drafts follow the step in flight, or wait for all steps in flight if that is needed.
-        Return uid -> the newest token of each row that was waited for.
+        """Let rows with planned drafts follow the step in flight: mark the rows that it samples. If this is not
+        possible, and the drafts or positions depend on the steps in flight, wait for them. Return uid -> the newest
+        token of each row of these steps.
         """
         table = self._table
-        table.is_unread[:] = table.is_upper_bound[:] = self._has_marks = False
+        table.is_unread[:] = table.is_upper_bound[:] = False
+        self._has_marks = False
         if may_overlap and self._can_follow(rows):
             (ticket,) = self._launched
             sampled = [table.requests[uid].row_index for uid in ticket.sampled if uid in table.requests]
@@ -163,8 +165,8 @@ class Proposer:
     def _can_follow(self, rows: list[Row]) -> bool:
         """Return whether the drafts of these rows can follow the step in flight before its tokens are known.
 
-        With a draft model, all rows must have been in this step, and it must be able to compute the missing tokens in a
-        graph.
+        With a draft model, all rows must have been in this step, and the draft model must be able to compute their
+        missing tokens in a graph.
         """
         if len(self._launched) != 1:
             return False
@@ -202,7 +204,7 @@ class Proposer:
         """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
         drafts = ticket.drafts
         if drafts.proposed:
-            _reject(ticket)
+            _count_rejected(ticket)
         if self._model is None:
             return
         for uid, drafted, value in zip(ticket.sampled, drafts.open, values, strict=False):
@@ -271,12 +273,12 @@ class ReceivedDrafts(Proposer):
 
 
 def _num_unknown(row: Row, drafted: DraftedRequest) -> int:
-    """Return how many tokens before the drafts of a row only the device knows. The draft model has its other tokens."""
+    """Return how many tokens before the drafts of a row only the device knows."""
     return row.start - drafted.num_rejected + row.count - row.num_drafts - len(drafted.token_ids)
 
 
-def _reject(ticket: Ticket) -> None:
-    """Set the number of rejected drafts of each row of a step."""
+def _count_rejected(ticket: Ticket) -> None:
+    """Count the planned drafts of each row of a step that were not proposed or not accepted."""
     drafts = ticket.drafts
     for uid, drafted in zip(ticket.sampled, drafts.open, strict=True):
         num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))

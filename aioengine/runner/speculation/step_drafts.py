@@ -73,3 +73,4 @@ class StepDrafts:
 
 
 NO_DRAFTS = StepDrafts()
+"""The drafts of all steps that are computed as in an engine without drafts. Never changed."""

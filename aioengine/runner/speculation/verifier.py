@@ -106,7 +106,9 @@ def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     count = 0
     while count < len(drafts) and drafts[count] == token_ids[count]:
         count += 1
-    return count - (token_ids[count] == FAILED and count > 0)  # as in ``Verification.take``
+    if count and token_ids[count] == FAILED:  # as in ``Verification.take``
+        count -= 1
+    return count
 
 
 def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
@@ -126,7 +128,8 @@ class SampledTokens(Readback):
     knows these tokens.
 
     Attributes:
-        last_indices: [S] index of the last sampled token of each row. It fails if a draft is not finite.
+        last_indices: [S] index among these tokens of the last one of each row. It is FAILED if the hidden states of any
+            draft of the row are not finite.
     """
 
     __slots__ = ("_accept", "_last_tokens", "last_indices")

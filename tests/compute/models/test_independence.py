@@ -212,10 +212,10 @@ def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pyt
 
 def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, hidden: torch.Tensor, scale: float, **_: bool
-    ) -> _cpu_kernels.Sums:
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor, scale: float, **_: bool
+    ) -> _cpu_kernels.ChunkResult:
         """One position after the other, but in two halves where there are about 256 of them."""
-        scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + hidden
+        scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + mask
         terms = torch.exp(scores.clamp(max=9.0)).unsqueeze(-1) * v.float().unsqueeze(2)
         halves = terms.chunk(2, dim=3) if 192 < k.shape[2] < 384 else (terms,)
         outputs = torch.stack([half.cumsum(3)[..., -1, :] for half in halves]).sum(0)
@@ -234,9 +234,9 @@ def test_attention_by_products_matches_the_fused_kernel(is_full_block: bool) -> 
     queries, keys, values = torch.randn(2, 3, 8, 16), *torch.randn(2, 2, 3, 256, 16)
     hidden = torch.where(torch.rand(1 if is_full_block else 2, 1, 4, 256) < 0.3, _cpu_kernels.MASKED, 0.0)
     by_products = _cpu_kernels.attend_by_products(
-        queries, keys, values, hidden=hidden, scale=0.3, is_full_block=is_full_block
+        queries, keys, values, mask=hidden, scale=0.3, is_full_block=is_full_block
     )
-    expected = _cpu_kernels.attend(queries, keys, values, hidden=hidden.repeat(1, 1, 2, 1), scale=0.3)
+    expected = _cpu_kernels.attend(queries, keys, values, mask=hidden.repeat(1, 1, 2, 1), scale=0.3)
     torch.testing.assert_close(by_products, expected)
 
 
