@@ -1,4 +1,4 @@
-"""Attention of rows of one token, over pages on a GPU: softmax(q k^T * scale) v, q [R, H, E] -> [R, H, E].
+"""Attention of rows of one token, over pages on a GPU: softmax(q k^T * scale) v, q [T, H, E] -> [T, H, E].
 
 The positions of a row are divided into splits (split-KV, ``attention/_gpu_splits.py``). A program computes a split for
 one kv head: it reads keys and values once for all query heads of this kv head. The program that finishes last merges
