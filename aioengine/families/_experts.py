@@ -1,6 +1,6 @@
 """Configs of mixtures of experts. Torch-free.
 
-D hidden size, I inner size of an expert, E experts.
+D hidden size, F inner size of an expert, E experts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SharedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A shared expert, which processes all tokens.
 
     Attributes:
-        inner_size: I.
+        inner_size: F.
         gate: name of the layer that computes a factor per token; "" if there is none.
     """
 
@@ -63,11 +63,11 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         top_k: number of experts per token.
-        inner_size: I.
+        inner_size: F.
         stored: layout in the checkpoint. "separate": gate, up and down matrices of each expert. "packed": gate_up
-            [E, 2 I, D] with gates first, and down [E, D, I]. "interleaved": gate_up [E, D, 2 I] with gate and up rows
-            alternating, down [E, I, D], and biases. "mxfp4": MXFP4 blocks of gate_up [E, 2 I, D] with gate and up
-            rows alternating and of down [E, D, I], and biases.
+            [E, 2 F, D] with gates first, and down [E, D, F]. "interleaved": gate_up [E, D, 2 F] with gate and up rows
+            alternating, down [E, F, D], and biases. "mxfp4": MXFP4 blocks of gate_up [E, 2 F, D] with gate and up
+            rows alternating and of down [E, D, F], and biases.
         names: of the gate, up and down tensors ("separate"), or of the gate_up and down tensors.
         limit, alpha: see ``kernels.expert_types.GateFunction``.
         shared: the shared expert; None if there is none.

@@ -1,4 +1,4 @@
-"""Activations: x [...] -> [...], and for gated MLPs: x [T, 2 I], gates first -> activation(gates) * ups [T, I].
+"""Activations: x [...] -> [...], and for gated MLPs: x [T, 2 F], gates first -> activation(gates) * ups [T, F].
 
 On a CPU they are batch-invariant. torch's own silu, sigmoid, softplus and tanh-approximated GELU are not: in fp32 they
 round the last few elements of each thread's range differently from the others. torch's exp and log1p do not, so we
@@ -79,7 +79,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
-    """x [T, 2 I], gates first -> activation(gates) * ups [T, I]."""
+    """x [T, 2 F], gates first -> activation(gates) * ups [T, F]."""
     if launcher.serves(x) and activation != "relu":
         from aioengine.kernels.triton import activation as kernels
 
@@ -89,7 +89,7 @@ def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
 
 
 def sigmoid_and_mul(gates: Tensor, x: Tensor) -> Tensor:
-    """Return sigmoid(gates) * x: [T, I] each -> [T, I]."""
+    """Return sigmoid(gates) * x: [T, F] each -> [T, F]."""
     if gates.dtype == torch.float32 and gates.device.type == "cpu":
         return torch.div(x, torch.neg(gates).exp_().add_(1.0))
     return torch.sigmoid(gates).mul_(x)

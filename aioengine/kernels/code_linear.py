@@ -24,13 +24,13 @@ from torch.nn import functional
 from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import FP8, MIDDLE, Codes, copy_in_place, pack_nibbles
-from aioengine.kernels.linear import Matmul, Product
+from aioengine.kernels.linear import Product
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, GROUP_SIZES
 from aioengine.model_files.quantization import FP8_BLOCK
 
 if TYPE_CHECKING:
-    from aioengine.kernels.triton.code_linear import DeviceCodes
+    from aioengine.kernels.triton.device_codes import DeviceCodes
 
 BLOCK_OUTPUTS: Final = 256
 """Outputs whose weights are dequantized at a time. They fit the cache."""
@@ -55,15 +55,15 @@ def prepare(
         if int8_linear.multiplies_exactly():
             return int8_linear.prepare(codes, bias, activation_bits=16, is_shared=is_shared)
         if dtype == torch.bfloat16 and codes.shape[1] % 16 == 0:  # torch's kernel reads beyond the end of other rows
-            return Product(_of_bytes(codes, bias), lambda: codes)
+            return _of_bytes(codes, bias)
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits == 4 and size is not None and codes.shape[0] % CPU_OUTPUTS == 0 and codes.table is None:
         return _of_nibbles(codes, bias, size)
-    return Product(_dequantizing(codes, bias, dtype), lambda: codes)
+    return _dequantizing(codes, bias, dtype)
 
 
 def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
-    """Convert an fp8 weight [O, I] to the dtype of the inputs. bias: [O]."""
+    """Convert an fp8 weight [O, I] to the dtype of the inputs once. bias: [O]. ``linear`` chooses the row counts."""
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
     sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
 
@@ -74,8 +74,11 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Code
     return Product(linear.prepare(weight, bias), restore)
 
 
-def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
-    """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O]."""
+def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
+    """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O].
+
+    It adds the products of an output in the order of the inputs, row by row.
+    """
     factors = codes.scales[:, 0].bfloat16()
 
     def matmul(x: Tensor) -> Tensor:
@@ -83,11 +86,14 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Matmul:
         result = torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes.packed, factors)
         return result if bias is None else result.add_(bias)
 
-    return matmul
+    return Product(matmul, lambda: codes)
 
 
 def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
-    """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O]."""
+    """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O].
+
+    It adds the products of an output in the order of the inputs, row by row.
+    """
     order, scales = codes.order, codes.scales
     offsets = MIDDLE * scales if codes.offsets is None else codes.offsets + MIDDLE * scales
     step = codes.group // size
@@ -113,8 +119,11 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
     return Product(matmul, restore)
 
 
-def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matmul:
-    """Dequantize the weight [O, I] for each product, on a CPU. bias: [O]. dtype: of the inputs."""
+def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
+    """Dequantize the weight [O, I] for each product, on a CPU. bias: [O]. dtype: of the inputs.
+
+    Rows are padded or split to row counts that give the same bits (``linear.independent_rows``).
+    """
     num_outputs, inputs = codes.shape
     sizes = [min(BLOCK_OUTPUTS, num_outputs - first) for first in range(0, num_outputs, BLOCK_OUTPUTS)]
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -131,7 +140,7 @@ def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Matm
         x = x.contiguous()
         return torch.cat([block_outputs(x, *block) for block in blocks], 1)
 
-    return matmul
+    return Product(matmul, lambda: codes)
 
 
 class _OnDevice:
@@ -140,9 +149,10 @@ class _OnDevice:
     def __init__(self, codes: Codes, bias: Tensor | None, *, batch_invariant: bool) -> None:
         """bias: [O]."""
         from aioengine.kernels.triton import byte_linear, code_linear
+        from aioengine.kernels.triton.device_codes import device_codes
 
         self._kernels, self._byte_kernels = code_linear, byte_linear
-        self._codes = code_linear.device_codes(codes)
+        self._codes, self._device_codes = device_codes(codes), device_codes
         self._order = codes.order
         self._bias = bias
         self._batch_invariant = batch_invariant
@@ -162,7 +172,7 @@ class _OnDevice:
 
     def update(self, codes: Codes, bias: Tensor | None) -> None:
         """Replace codes [O, I] and bias [O]."""
-        new = self._kernels.device_codes(codes)
+        new = self._device_codes(codes)
         old = *self._codes, self._order, self._fp8_scales, self._bias
         copy_in_place(old, (*new, codes.order, _scales_of_fp8(new), bias))
 

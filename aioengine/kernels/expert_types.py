@@ -1,6 +1,6 @@
 """Types of the mixture-of-experts kernels.
 
-T tokens, D model size, I inner size, E experts, K experts per token.
+T tokens, D hidden size, F inner size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ExpertWeights(NamedTuple):
     """The weights of all experts.
 
     Attributes:
-        gate_up: [E, 2 I, D], gates first; or codes [E * 2 I, D].
-        down: [E, D, I]; or codes [E * D, I].
-        gate_up_bias: [E, 2 I].
+        gate_up: [E, 2 F, D], gates first; or codes [E * 2 F, D].
+        down: [E, D, F]; or codes [E * D, F].
+        gate_up_bias: [E, 2 F].
         down_bias: [E, D].
     """
 

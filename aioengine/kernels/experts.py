@@ -4,7 +4,7 @@ On a CPU the rows of an expert are multiplied together by matmuls whose results 
 K results of a token are added in the order in which its experts were chosen. So the result of a row does not depend on
 the other rows. On a GPU this holds with ``batch_invariant``.
 
-T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs.
+T tokens, D hidden size, F inner size, E experts, K experts per token, P = T * K (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def activate(gate_up: Tensor, gate: GateFunction) -> Tensor:
-    """Apply the gate function: [..., 2 I], gates first -> [..., I]."""
+    """Apply the gate function: [..., 2 F], gates first -> [..., F]."""
     if not gate.limit:
         return activate_and_mul(gate_up, "silu")
     gates, ups = gate_up.chunk(2, dim=-1)

@@ -32,15 +32,17 @@ MIN_LARGEST: Final = 1e-10
 MIN_ROWS_ON_GPU: Final = 17
 """cuBLAS multiplies int8 only with more than 16 rows."""
 EXACT_TERMS: Final = 1024
+"""The sum of this many products of int8 numbers is exact in fp32."""
 WIDE_OUTPUTS: Final = 256
 """Outputs whose weights are converted to fp32 at a time. They fit the cache."""
 ROW_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128)
 """Row counts of oneDNN, which compiles code for each. The sums of more rows do not fit the cache."""
-LEAST_ROWS: Final = 16
-FEW_ROWS: Final = 16
+ALWAYS_USED_ROWS: Final = 16
+"""Row counts up to this one are used for results of any size."""
+TRANSPOSED_ROWS: Final = 16
 """Up to this row count of integers, a matrix unit is faster if it multiplies the weight with x.t() (see ``linear``)."""
 MAX_SUMS: Final = 4 << 20
-"""Maximum size of a result with more rows than ``LEAST_ROWS``. It saves memory in heads."""
+"""Maximum size of a result with more rows than ``ALWAYS_USED_ROWS``. It saves memory in heads."""
 SLOW_SUMS: Final = 256
 """With AMX, oneDNN takes up to 2,000 times as long for a result of up to this size, and for some single rows."""
 ZERO: Final = 128
@@ -114,7 +116,7 @@ def prepare(
 
 def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
     """Return the row counts for a weight. num_parts: rows of integers for each row."""
-    most, least = max(LEAST_ROWS, MAX_SUMS // num_outputs), 0
+    most, least = max(ALWAYS_USED_ROWS, MAX_SUMS // num_outputs), 0
     if linear.has_matrix_unit():
         least = max(2, SLOW_SUMS // num_outputs + 1)
     counts = tuple(count for count in ROW_COUNTS if count <= most)
@@ -166,7 +168,7 @@ def _widened(weight: Tensor, scales: Tensor) -> Matmul:
 def _unpacked(weight: Tensor, scales: Tensor) -> Matmul:
     """Return the product of integers [T, I] int8 with a weight [O, I] and its scales [1, O]."""
     transposed, is_on_gpu = weight.t(), weight.device.type != "cpu"
-    transposed_rows = FEW_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
+    transposed_rows = TRANSPOSED_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O] fp32."""

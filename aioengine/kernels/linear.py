@@ -33,59 +33,6 @@ from torch.nn import functional
 
 from aioengine.kernels.triton import launcher
 
-BLOCK = 64
-"""Maximum rows of a matmul with a weight that is not packed; more rows are split."""
-ROW_COUNTS = (
-    *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
-    *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
-)
-"""Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
-TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
-24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
-"""
-TILE_ROWS = 16
-"""Rows that a matrix unit for bf16 multiplies in the time of one."""
-COMMON_ROWS = 8
-"""Only row counts that give the same bits as this one are used."""
-LEAST_COUNT = 16
-"""If the largest usable row count is smaller, another dtype is tried."""
-FEW_ROWS = 32
-"""Up to this row count, rows are padded rather than split."""
-MAX_TRIED_ELEMENTS = 2 << 20
-"""Maximum size of a result of more than ``BLOCK`` rows in the trials, to limit time and memory."""
-FAST_ROWS = 4
-"""With 3 to 6 rows, oneDNN reads packed bf16 weights at the rate of memory. With fewer rows it is slower on some CPUs
-(31 GB/s with one row, 26 with two, 37 with four, on two cores of Zen 4), and faster on others (Zen 5).
-"""
-CACHED_BYTES = 1 << 20
-"""Smaller weights stay in the cache, so no row counts are slow."""
-TIMED_SHAPE = (1 << 14, 1 << 11)
-"""The weight with which row counts are timed. It is larger than most caches."""
-NUM_TIMED = 5
-"""Runs of each row count. The first one compiles, and the fastest of the others counts."""
-TOO_SLOW = 1.1
-LONG_INPUTS = 7168
-"""Minimum inputs for a bias of zeros."""
-VERY_LONG_INPUTS = 8192
-ZERO_BIAS_ROWS = {*range(96, 225)} - {128}
-"""Row counts with which a matmul with ``LONG_INPUTS`` is faster if its bias is zeros. 128 rows are one tile."""
-ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS = {*range(1, 128)}
-TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, BLOCK)
-TRANSPOSED_OUTPUTS = 64
-"""Outputs that are transposed back at a time. torch alone transposes a large matrix at a third of this speed."""
-FEW_ELEMENTS = 1 << 15
-"""With fewer elements, torch alone is faster."""
-DIFFERENT_OUTPUTS = 64
-"""Different outputs in the weight of a trial; further outputs are copies."""
-TRIED_TERMS = 1 << 13
-"""Minimum number of terms in all sums of a trial."""
-TRIED_POWERS = 4
-"""The elements of a trial are scaled by up to plus or minus this power of two. In fp16, results stay finite."""
-ROUNDING = 2.0**-14
-"""About the rounding error of sums of such numbers in fp32."""
-
-
 _Weight = TypeVar("_Weight")
 
 
@@ -185,6 +132,29 @@ class Packing(NamedTuple):
     dtype: torch.dtype
 
 
+MAX_PLAIN_ROWS = 64
+"""Maximum rows of a matmul with a weight that is not packed; more rows are split."""
+ROW_COUNTS = (
+    *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
+    *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
+)
+"""Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
+TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
+24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
+"""
+TILE_ROWS = 16
+"""Rows that a matrix unit for bf16 multiplies in the time of one."""
+COMMON_ROWS = 8
+"""Only row counts that give the same bits as this one are used."""
+LEAST_COUNT = 16
+"""If the largest usable row count is smaller, another dtype is tried."""
+MAX_TRIED_ELEMENTS = 2 << 20
+"""Maximum size of a result of more than ``MAX_PLAIN_ROWS`` rows in the trials, to limit time and memory."""
+CACHED_BYTES = 1 << 20
+"""Smaller weights stay in the cache, so no row counts are slow."""
+
+
 @lru_cache(maxsize=256)
 def choose_packing(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
@@ -205,7 +175,7 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     slow: Sequence[int] = ()
     if dtype == torch.bfloat16 and not transposes(dtype) and 2 * out_features * in_features > CACHED_BYTES:
         slow = slow_counts(torch.get_num_threads())
-    most = max(BLOCK, MAX_TRIED_ELEMENTS // out_features)
+    most = max(MAX_PLAIN_ROWS, MAX_TRIED_ELEMENTS // out_features)
     step = TILE_ROWS if transposes(dtype) else 1
     counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
@@ -221,6 +191,18 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     if transposes(dtype) or differing >= COMMON_ROWS:
         return agreeing
     return tuple(count for count in ROW_COUNTS if count not in slow and count > differing)
+
+
+FAST_ROWS = 4
+"""With 3 to 6 rows, oneDNN reads packed bf16 weights at the rate of memory. With fewer rows it is slower on some CPUs
+(31 GB/s with one row, 26 with two, 37 with four, on two cores of Zen 4), and faster on others (Zen 5).
+"""
+TIMED_SHAPE = (1 << 14, 1 << 11)
+"""The weight with which row counts are timed. It is larger than most caches."""
+NUM_TIMED = 5
+"""Runs of each row count. The first one compiles, and the fastest of the others counts."""
+TOO_SLOW = 1.1
+"""Row counts are not used if they take this many times as long as ``FAST_ROWS``."""
 
 
 @lru_cache(maxsize=8)
@@ -249,6 +231,16 @@ def has_matrix_unit() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
+DIFFERENT_OUTPUTS = 64
+"""Different outputs in the weight of a trial; further outputs are copies."""
+TRIED_TERMS = 1 << 13
+"""Minimum number of terms in all sums of a trial."""
+TRIED_POWERS = 4
+"""The elements of a trial are scaled by up to plus or minus this power of two. In fp16, results stay finite."""
+ROUNDING = 2.0**-14
+"""About the rounding error of sums of such numbers in fp32."""
+
+
 class Trial:
     """Inputs whose results reveal the summation order of a matmul with weight [O, I] and bias [O].
 
@@ -272,7 +264,7 @@ class Trial:
             return torch.randn(num_rows, size, generator=generator) * 2.0**powers
 
         num_different = min(out_features, DIFFERENT_OUTPUTS)
-        num_rows = min(1 + TRIED_TERMS // (num_different * in_features), BLOCK)
+        num_rows = min(1 + TRIED_TERMS // (num_different * in_features), MAX_PLAIN_ROWS)
         weight, x = random(num_different, in_features), random(num_rows, in_features)
         weight[:, taken_back] = -weight[:, added]
         x[:, taken_back] = x[:, added]
@@ -304,6 +296,10 @@ class Trial:
         return torch.cat(results) if len(results) > 1 else results[0]
 
 
+TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, MAX_PLAIN_ROWS)
+"""Row counts that are tried with a weight that is not packed."""
+
+
 @lru_cache(maxsize=256)
 def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, num_threads: int) -> range:
     """Return the range of row counts that give equal bits in the trials; empty: there are none.
@@ -311,13 +307,13 @@ def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, nu
     num_threads: only part of the cache key, because the trials depend on it.
     """
     trial = Trial(out_features, in_features, dtype)
-    agrees = trial.agreeing(_plain(trial.weight, None), BLOCK)
-    first = BLOCK + 1
+    agrees = trial.agreeing(_plain(trial.weight, None), MAX_PLAIN_ROWS)
+    first = MAX_PLAIN_ROWS + 1
     for num_rows in reversed(TRIED_ROWS):
         if not agrees(num_rows):
             break
         first = num_rows
-    return range(first, BLOCK + 1)
+    return range(first, MAX_PLAIN_ROWS + 1)
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
@@ -337,6 +333,12 @@ def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
         return (torch.mm(weight, x.t()) if column is None else torch.addmm(column, weight, x.t())).t()
 
     return matmul
+
+
+TRANSPOSED_OUTPUTS = 64
+"""Outputs that are transposed back at a time. torch alone transposes a large matrix at a third of this speed."""
+FEW_ELEMENTS = 1 << 15
+"""With fewer elements, torch alone is faster."""
 
 
 def transpose_back(rows: Tensor) -> Tensor:
@@ -383,7 +385,7 @@ class DeviceMatmul:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows <= self._kernels.MAX_ROWS and x.is_contiguous():
+        if num_rows <= self._kernels.SKINNY_ROWS and x.is_contiguous():
             if num_rows == 1:
                 return self._kernels.vector_matmul(x, self.weight, self.bias)
             programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
@@ -403,17 +405,25 @@ def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) ->
     return DeviceMatmul(weight, bias)
 
 
+ZERO_BIAS_ROWS = {8192: {*range(1, 128)}, 7168: {*range(96, 225)} - {128}}
+"""Minimum inputs -> row counts with which a matmul is faster if its bias is zeros. 128 rows are one tile."""
+
+
 def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return torch's matmul for weight [O, I] and bias [O], with a bias of zeros if that is faster.
 
     With a bias torch calls a library that splits long inputs better. On one of two H200s this saves 1 to 6 of about
     100 us per layer of an 8B model, with 96 to 224 rows.
     """
-    if bias is not None or weight.shape[1] < LONG_INPUTS or weight.dtype == torch.float32:
+    zero_bias_rows = next((rows for inputs, rows in ZERO_BIAS_ROWS.items() if weight.shape[1] >= inputs), set[int]())
+    if bias is not None or not zero_bias_rows or weight.dtype == torch.float32:
         return lambda x: functional.linear(x, weight, bias)
-    zero_bias_rows = ZERO_BIAS_ROWS if weight.shape[1] < VERY_LONG_INPUTS else ZERO_BIAS_ROWS_OF_VERY_LONG_INPUTS
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)
+
+
+UNSPLIT_ROWS = 32
+"""Up to this row count, rows are padded rather than split."""
 
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
@@ -445,7 +455,7 @@ def _first_piece(num_rows: int, counts: tuple[int, ...]) -> int:
     """Return the next larger of ``counts``, or the next smaller one if a third of the rows would be padding."""
     larger = next(count for count in counts if count >= num_rows)
     smaller = max((count for count in counts if count <= num_rows), default=larger)
-    return smaller if smaller >= FEW_ROWS and 2 * larger >= 3 * num_rows else larger
+    return smaller if smaller >= UNSPLIT_ROWS and 2 * larger >= 3 * num_rows else larger
 
 
 def _padded(matmul: Matmul, x: Tensor, padded_rows: int) -> Tensor:

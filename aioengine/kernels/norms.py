@@ -1,4 +1,4 @@
-"""Norms over the last axis, computed in fp32, and their sums with the residual stream. T tokens, D model size."""
+"""Norms over the last axis, computed in fp32, and their sums with the residual stream. T tokens, D hidden size."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 On a CPU, the rows of each adapter are multiplied separately. On a GPU, all rows are multiplied at once.
 
-Shape letters: T rows of a step, X rows of one adapter, D input size, O output size.
+Shape letters: T rows of a step, X rows of one adapter, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PooledAdapters:
         self._is_gated = is_gated
 
     def add(self, matmul: Matmul, x: Tensor, grouping: Grouping) -> Tensor:
-        """Return ``matmul(x)`` plus the adapter outputs: x [T, D] -> [T, O].
+        """Return ``matmul(x)`` plus the adapter outputs: x [T, I] -> [T, O].
 
         For a gated layer, return silu(gate) * up: [T, O / 2].
         """
@@ -66,7 +66,7 @@ class LayerMatrices:
         """Prepare the matrices.
 
         Args:
-            a: A of all parts, [sum of ranks, D].
+            a: A of all parts, [sum of ranks, I].
             parts: (first output, B [outputs, rank]) of each part that the adapter changes.
         """
         self._shrink = linear.prepare(linear.pack(a), None)
@@ -77,7 +77,7 @@ class LayerMatrices:
             self._expansions.append((rank, first_output, num_outputs, linear.prepare(linear.pack(b), None)))
 
     def add(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
-        """Add the adapter's output for the ``rows`` [X] of x [T, D] to y [T, O], in place."""
+        """Add the adapter's output for the ``rows`` [X] of x [T, I] to y [T, O], in place."""
         inner = self._shrink(x.index_select(0, rows))
         inputs = inner.split([rank for rank, *_ in self._expansions], dim=1)
         for part, (_, first_output, num_outputs, matmul) in zip(inputs, self._expansions, strict=True):
@@ -96,7 +96,7 @@ class HostAdapters:
         self._is_gated = is_gated
 
     def add(self, matmul: Matmul, x: Tensor, grouping: Grouping) -> Tensor:
-        """x [T, D] -> [T, O], or [T, O / 2]; see ``PooledAdapters.add``."""
+        """x [T, I] -> [T, O], or [T, O / 2]; see ``PooledAdapters.add``."""
         assert isinstance(grouping, RowGroups), "rows are grouped for a GPU"
         y = matmul(x)
         for slot, chosen in grouping.groups:

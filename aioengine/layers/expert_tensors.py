@@ -1,6 +1,6 @@
 """Tensors to load experts into, in the layouts of checkpoints, quantized or not.
 
-Shape letters: D hidden size or inputs of a matrix, I inner size, E experts, O outputs of an expert.
+Shape letters: D hidden size, F inner size, E experts, O outputs of an expert, I inputs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
 def source(config: ExpertsConfig, name: str, inner_range: tuple[int, int], inner_size: int) -> Slice | None:
     """Return the part of a tensor of all experts that a rank loads; None for all of it.
 
-    inner_range: the part of I that the rank has. inner_size: I of all ranks.
+    inner_range: the part of F that the rank has. inner_size: F of all ranks.
     """
     start, stop = inner_range
     gate_up, down = config.names
@@ -126,17 +126,17 @@ def _biases(config: ExpertsConfig, weights: ExpertWeights) -> Tensors:
 
 
 def _interleave(tensor: Tensor) -> Tensor:
-    """[E, 2 I, ...] with gates first -> [E, 2 I, ...] with gate and up rows alternating."""
+    """[E, 2 F, ...] with gates first -> [E, 2 F, ...] with gate and up rows alternating."""
     return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _gates_first(tensor: Tensor) -> Tensor:
-    """[E, 2 I, ...] with gate and up rows alternating -> [E, 2 I, ...] with gates first."""
+    """[E, 2 F, ...] with gate and up rows alternating -> [E, 2 F, ...] with gates first."""
     return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def _from_interleaved(config: ExpertsConfig, tensors: Tensors) -> ExpertWeights:
-    """gate_up [E, D, 2 I] has gate and up rows alternating; down [E, I, D]."""
+    """gate_up [E, D, 2 F] has gate and up rows alternating; down [E, F, D]."""
     gate_up, down = (tensors.pop(name).transpose(1, 2) for name in config.names)
     return _with_biases(config, tensors, _gates_first(gate_up).contiguous(), down.contiguous())
 
@@ -150,7 +150,7 @@ def _from_mxfp4(config: ExpertsConfig, tensors: Tensors, wide: torch.dtype | Non
 def _with_biases(
     config: ExpertsConfig, tensors: Tensors, gate_up: Tensor | Codes, down: Tensor | Codes
 ) -> ExpertWeights:
-    """Add the biases to gate_up [E, 2 I, D] and down [E, D, I]. Gate and up rows of the loaded biases alternate."""
+    """Add the biases to gate_up [E, 2 F, D] and down [E, D, F]. Gate and up rows of the loaded biases alternate."""
     gate_up_bias, down_bias = (tensors[f"{name}_bias"] for name in config.names)
     return ExpertWeights(gate_up, down, _gates_first(gate_up_bias).contiguous(), down_bias, gate_function(config))
 
@@ -182,7 +182,7 @@ def gate_function(config: ExpertsConfig) -> GateFunction:
 
 
 class CodedExperts:
-    """The codes [E * O, D] of a matrix, while they are loaded.
+    """The codes [E * O, I] of a matrix, while they are loaded.
 
     Args:
         names: of the fused parts of an expert, such as gate and up.
@@ -226,7 +226,7 @@ class CodedExperts:
         return joined if joined.offsets.any() else joined._replace(offsets=None)
 
     def open_for_loading(self, codes: Codes) -> None:
-        """Restore the loaded tensors from codes [E * O, D]."""
+        """Restore the loaded tensors from codes [E * O, I]."""
         parts = codes.split([sum(self._layer.sizes)] * len(self._kept))
         self._loaded = [
             kept | self._format.tensors(self._layer, part) for kept, part in zip(self._kept, parts, strict=True)
@@ -234,7 +234,7 @@ class CodedExperts:
 
 
 class JoinedExperts:
-    """The codes [E * O, D] of a matrix whose tensor [E, O, D] is quantized while it is loaded."""
+    """The codes [E * O, I] of a matrix whose tensor [E, O, I] is quantized while it is loaded."""
 
     def __init__(
         self, linear_format: CodesFormat, names: tuple[str, ...], expert: LinearSpec, num_experts: int
@@ -256,10 +256,10 @@ class JoinedExperts:
         return codes
 
     def open_for_loading(self, codes: Codes) -> None:
-        """Restore the loaded tensors from codes [E * O, D]."""
+        """Restore the loaded tensors from codes [E * O, I]."""
         self._loaded = self._format.tensors(self._layer, codes)
 
 
 def _tensors(codes: Codes) -> list[Tensor]:
-    """Return the tensors [O, ...] of codes [O, D]."""
+    """Return the tensors [O, ...] of codes [O, I]."""
     return [own for own in codes[:3] if isinstance(own, torch.Tensor)]

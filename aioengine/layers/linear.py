@@ -1,6 +1,6 @@
 """Linear layers, which may fuse several layers of the checkpoint.
 
-Shape letters: T tokens, D input size, O output size.
+Shape letters: T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, 
 
 
 class Linear(Layer):
-    """[T, D] -> [T, O].
+    """[T, I] -> [T, O].
 
     Args:
         parts: the fused layers of the checkpoint, in order: name -> output size. O is the sum of the sizes.
@@ -33,10 +33,10 @@ class Linear(Layer):
             the matmul. Each rank has its share of each group. By default, each part is a group of single entries.
         order: [O] int64, the checkpoint index of each output, with the parts joined; None if the orders are equal. On
             the CPU if the layer is divided among ranks.
-        is_transposed: the checkpoint stores weights that are not quantized as [D, outputs].
+        is_transposed: the checkpoint stores weights that are not quantized as [I, outputs].
 
     Attributes:
-        in_features: D.
+        in_features: I.
         first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
         sizes: the output size of each part.
         whole_shapes: the sizes (outputs, inputs) of each part on all ranks.
@@ -151,14 +151,14 @@ class Linear(Layer):
         }
 
     def _as_stored(self, name: str, target: Target) -> Target:
-        """Transpose the target of a weight if the checkpoint stores it as [D, outputs]."""
+        """Transpose the target of a weight if the checkpoint stores it as [I, outputs]."""
         tensor, writer = target.tensor, target.writer
         if not self._is_transposed(name, tensor):
             return target
         return Target(tensor.t(), writer=None if writer is None else writer.transposed())
 
     def _is_transposed(self, name: str, tensor: Tensor) -> bool:
-        """Return whether the checkpoint stores a tensor [...] as [D, outputs]. Quantized weights have other dtypes."""
+        """Return whether the checkpoint stores a tensor [...] as [I, outputs]. Quantized weights have other dtypes."""
         return self._stores_transposed and name == "weight" and tensor.dtype == self._spec.dtype
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, Ranges]:
@@ -245,7 +245,7 @@ class Linear(Layer):
         self._is_open = True
 
     def __call__(self, x: Tensor, grouping: Grouping | None = None) -> Tensor:
-        """[T, D] -> [T, O], or [T, O / 2] if the layer is gated.
+        """[T, I] -> [T, O], or [T, O / 2] if the layer is gated.
 
         grouping: the rows of x by adapter; None: no row has an adapter.
         """

@@ -1,6 +1,6 @@
 """The MLP of a block.
 
-Shape letters: T tokens, D hidden size, I inner size.
+Shape letters: T tokens, D hidden size, F inner size.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _UNQUANTIZED: Final = frozenset(
 
 
 class Precision(NamedTuple):
-    """The bits and the groups of a weight [O, D] in memory.
+    """The bits and the groups of a weight [O, I] in memory.
 
     Attributes:
         kind: "int4" may also be codes of a table.

@@ -1,4 +1,4 @@
-"""How a quantized checkpoint stores its linear layers, as its config.json says. Torch-free. O outputs, D inputs."""
+"""How a quantized checkpoint stores its linear layers, as its config.json says. Torch-free. O outputs, I inputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PackedTensor(NamedTuple):
     weights: int = 0
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        """Return the shape for a layer [O, D]. A last incomplete group has an entry."""
+        """Return the shape for a layer [O, I]. A last incomplete group has an entry."""
         if self.size or self.weights:
             return (self.size or -(-outputs * inputs // self.weights),)
         sizes = [-(-size // unit) for size, unit in ((outputs, self.outputs), (inputs, self.inputs)) if unit]
@@ -164,7 +164,7 @@ class Scheme(Struct, frozen=True, kw_only=True):
                 return tensors | nested if self.has_scale_codes else tensors
 
     def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
-        """Return the part of the tensor ``name`` of a layer [O, D] that a rank loads; see ``PackedTensor.part``.
+        """Return the part of the tensor ``name`` of a layer [O, I] that a rank loads; see ``PackedTensor.part``.
 
         Raises:
             ValueError: the layer cannot be divided.

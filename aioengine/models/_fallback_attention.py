@@ -3,7 +3,7 @@
 A trial run with a few tokens finds out how each layer attends (``PackedStep.layers``). Afterwards the layers call the
 attention of the step through transformers' attention interface.
 
-Shape letters: T tokens, N tokens of a call, D input size, O output size, H query heads, K KV heads, E
+Shape letters: T tokens, N tokens of a call, I inputs, O outputs, H query heads, K KV heads, E
 head size, F value head size.
 """
 
@@ -66,7 +66,7 @@ class PackedStep:
     last_layer: int | None = None
 
     def compute_tokens(self, compute: Callable[[Tensor, Grouping | None], Tensor], x: Tensor) -> Tensor:
-        """Apply ``compute``, which takes tokens [N, D] and their adapters, to x: [1, T, D] -> [1, T, O]."""
+        """Apply ``compute``, which takes tokens [N, I] and their adapters, to x: [1, T, I] -> [1, T, O]."""
         grouping = None if self.adapters is None else self.adapters.tokens
         return compute(x.reshape(-1, x.shape[-1]), grouping).view(*x.shape[:-1], -1)
 

@@ -4,7 +4,7 @@ The class and the names of its parts suggest which layer a module is. Each norm 
 small random weights. Linear layers that read the same tensor in a trial run become one matmul. Weights are loaded into
 our layers only.
 
-Shape letters: T tokens of a step, N tokens of a call, D input size, O output size, V vocabulary size, H query heads, K
+Shape letters: T tokens of a step, N tokens of a call, I inputs, O outputs, V vocabulary size, H query heads, K
 KV heads, E head size.
 """
 
@@ -48,7 +48,7 @@ _GATED_SIZE, _INNER_SIZE = 8, 16
 
 @contextmanager
 def recorded_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor | None]]]:
-    """Record the input [..., D] of each call of each module; None for a call with other arguments."""
+    """Record the input [..., I] of each call of each module; None for a call with other arguments."""
     inputs: defaultdict[nn.Module, list[Tensor | None]] = defaultdict(list)
 
     def record(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -62,20 +62,20 @@ def recorded_inputs(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor | 
 
 
 class _Function(nn.Module):
-    """Replaces a module by a function of its input [..., D]."""
+    """Replaces a module by a function of its input [..., I]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        """function: [..., D] -> [..., O]."""
+        """function: [..., I] -> [..., O]."""
         super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., O]."""
+        """[..., I] -> [..., O]."""
         return self.function(x)
 
 
 def _on_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``compute``, which takes rows [N, D], to x: [..., D] -> [..., O]."""
+    """Apply ``compute``, which takes rows [N, I], to x: [..., I] -> [..., O]."""
     return compute(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
@@ -113,14 +113,14 @@ class _LinearGroup:
         self._results: dict[int, Tensor] = {}
 
     def compute(self, rows: Tensor, adapters: Grouping | None) -> Tensor:
-        """rows [N, D] -> outputs of all layers [N, O], or [N, O / 2] if they are gated."""
+        """rows [N, I] -> outputs of all layers [N, O], or [N, O / 2] if they are gated."""
         if not self.modules:
             return self.layer(rows, adapters)
         y = torch.cat([module(rows) for module in self.modules], dim=1)
         return activate_and_mul(y, "silu") if self.layer.is_gated else y
 
     def compute_one(self, index: int, x: Tensor) -> Tensor:
-        """x [1, T, D] -> output of one layer [1, T, O]. Outputs of the other layers are kept for their calls."""
+        """x [1, T, I] -> output of one layer [1, T, O]. Outputs of the other layers are kept for their calls."""
         if x is not self._input or index not in self._results:
             y = self._step.compute_tokens(self.compute, x)
             self._input, self._results = x, dict(enumerate(y.split([*self.layer.sizes.values()], dim=-1)))
@@ -138,7 +138,7 @@ class Swaps(Layer):
     ) -> None:
         """Replace modules of the model. Our layers use the modules' weights until ``take_weights``.
 
-        ``inputs`` [..., D]: recorded in a run of the whole model.
+        ``inputs`` [..., I]: recorded in a run of the whole model.
         """
         self._step, self._placement = step, placement
         self._originals: list[tuple[nn.Module, str, nn.Module]] = []
@@ -183,7 +183,7 @@ class Swaps(Layer):
                 self._put(parent, name, _Function(partial(group.compute_one, index)))
 
     def _can_replace(self, module: nn.Module) -> bool:
-        """Return whether the module is a linear layer whose input is [1, T, D]: all tokens in order."""
+        """Return whether the module is a linear layer whose input is [1, T, I]: all tokens in order."""
         x = self._inputs.get(module)
         if type(module) is not nn.Linear or module not in self._free or x is None:
             return False
@@ -242,7 +242,7 @@ class Swaps(Layer):
 def _compute_mlp(
     first: _LinearGroup, second: _LinearGroup, activation: Activation, rows: Tensor, adapters: Grouping | None
 ) -> Tensor:
-    """rows [N, D] -> [N, D]."""
+    """rows [N, I] -> [N, I]."""
     inner = first.compute(rows, adapters)
     return second.compute(inner if first.layer.is_gated else activate_and_mul(inner, activation), adapters)
 
@@ -265,7 +265,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _agree(actual: object, expected: Tensor) -> bool:
-    """Return whether ``actual`` equals ``expected`` [..., D] except for rounding."""
+    """Return whether ``actual`` equals ``expected`` [..., I] except for rounding."""
     if not isinstance(actual, torch.Tensor) or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
     if actual.dtype != torch.float32:
@@ -282,7 +282,7 @@ def _result(compute: Callable[..., object], *inputs: Tensor) -> object:
 
 
 def find_norm(module: nn.Module, x: Tensor, placement: Placement) -> RMSNorm | None:
-    """Return our layer for an RMSNorm with input x [..., D]; None for other modules."""
+    """Return our layer for an RMSNorm with input x [..., I]; None for other modules."""
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(epsilon, float):
         return None

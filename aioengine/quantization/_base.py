@@ -1,4 +1,4 @@
-"""The interface of a weight format for linear layers. T tokens, D input size, O output size."""
+"""The interface of a weight format for linear layers. T tokens, I inputs, O outputs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Prepared(NamedTuple):
     """A layer after loading.
 
     Attributes:
-        matmul: [T, D] -> [T, O].
+        matmul: [T, I] -> [T, O].
         restore: returns tensors in the form of ``LinearFormat.empty`` with the current values, to load some or all
             again.
         update: makes ``matmul`` read new values of the tensors of ``restore``, at the addresses that CUDA graphs
             contain. None: the layer must be prepared again.
-        gated: for a gated layer, [T, D] -> silu(first half of the outputs) * (second half), [T, O / 2].
+        gated: for a gated layer, [T, I] -> silu(first half of the outputs) * (second half), [T, O / 2].
     """
 
     matmul: Matmul
@@ -41,7 +41,7 @@ class LinearSpec(NamedTuple):
     """A linear layer, which may fuse several layers of the checkpoint, such as query, key and value.
 
     Attributes:
-        in_features: D.
+        in_features: I.
         sizes: the output sizes of the fused layers. O is the sum.
         dtype: of the activations.
         is_gated: the layer needs ``Prepared.gated``.
@@ -91,7 +91,7 @@ class LinearFormat(Protocol):
         ...
 
     def part(self, name: str, axis: Axis, ranges: Ranges, shape: tuple[int, int]) -> tuple[int, Ranges, int] | None:
-        """Return the part of the tensor ``name`` of a layer [O, D] that a rank loads; see ``PackedTensor.part``.
+        """Return the part of the tensor ``name`` of a layer [O, I] that a rank loads; see ``PackedTensor.part``.
 
         Raises:
             ValueError: the layer cannot be divided.
@@ -109,11 +109,11 @@ class LinearFormat(Protocol):
 
 
 class RowWriter(NamedTuple):
-    """Quantizes the rows of a weight [O, D] while they are loaded.
+    """Quantizes the rows of a weight [O, I] while they are loaded.
 
     Attributes:
         placeholder: has the shape, dtype and device of the weight, but no memory.
-        write: ``write(first, values)`` quantizes values [R, D] into the rows from ``first`` on.
+        write: ``write(first, values)`` quantizes values [R, I] into the rows from ``first`` on.
         scales: [O, G]. A scale is not finite if a value of its group is not, which is checked after loading.
         num_bytes: of the quantized weight.
         is_whole: ``write`` needs all rows at once.
@@ -128,7 +128,7 @@ class RowWriter(NamedTuple):
     stored: str = ""
 
     def transposed(self) -> RowWriter:
-        """Return a writer of values [D, O]."""
+        """Return a writer of values [I, O]."""
         return self._replace(
             placeholder=self.placeholder.t(), write=lambda first, values: self.write(first, values.t()), is_whole=True
         )
@@ -148,7 +148,7 @@ class CodesFormat(LinearFormat):
 
     @abstractmethod
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
-        """Return the weight [O, D] from loaded tensors."""
+        """Return the weight [O, I] from loaded tensors."""
 
     @abstractmethod
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:

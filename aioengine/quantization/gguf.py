@@ -1,6 +1,6 @@
 """Weights that keep the numbers of GGUF files.
 
-O outputs, D inputs, G groups of inputs, R rows of outputs, X bytes of a row.
+O outputs, I inputs, G groups of inputs, R rows of outputs, X bytes of a row.
 """
 
 from __future__ import annotations

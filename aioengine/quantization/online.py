@@ -1,6 +1,6 @@
 """Linear layers that are quantized while their weights are loaded.
 
-O outputs, D inputs, G groups of inputs, R rows of outputs.
+O outputs, I inputs, G groups of inputs, R rows of outputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ On normally distributed weights in groups of 128, the best of three has 5 % less
 
 
 def quantize(weight: Tensor, precision: Precision) -> Codes:
-    """Quantize a weight [R, D].
+    """Quantize a weight [R, I].
 
     The scales of int8 and int4 are rounded to bf16, because products on a CPU take them in the dtype of the
     activations. The numbers are then chosen for the rounded scales.
@@ -44,7 +44,7 @@ def quantize(weight: Tensor, precision: Precision) -> Codes:
 
 
 def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [R, G, D / G] fp32 -> codes of the same shape, uint8, and scales [R, G].
+    """Quantize [R, G, I / G] fp32 -> codes of the same shape, uint8, and scales [R, G].
 
     The number with the largest magnitude gets the code 0, which stands for -8 scales. So the scale is negative if this
     number is positive.
@@ -117,10 +117,10 @@ class OnlineFormat(CodesFormat):
         return {"weight": [self._writer(layer, *part) for part in parts]}
 
     def _writer(self, layer: LinearSpec, packed: Tensor, scales: Tensor, offsets: Tensor | None = None) -> RowWriter:
-        """Return the writer for codes [O, D] or, packed, [O, D / 2], and scales and offsets [O, G]."""
+        """Return the writer for codes [O, I] or, packed, [O, I / 2], and scales and offsets [O, G]."""
 
         def write(first: int, values: Tensor) -> None:
-            """values: [R, D], or the bytes of rows."""
+            """values: [R, I], or the bytes of rows."""
             for codes in self.quantized(values, layer.in_features):
                 stop = first + len(codes.packed)
                 packed[first:stop], scales[first:stop] = codes.packed, codes.scales
@@ -134,7 +134,7 @@ class OnlineFormat(CodesFormat):
         return RowWriter(placeholder, write, scales, num_bytes, stored=self.stored)
 
     def quantized(self, values: Tensor, inputs: int) -> Iterable[Codes]:
-        """Quantize values [R, D], in parts."""
+        """Quantize values [R, I], in parts."""
         precision = self._precision_of(inputs)
         parts = values.reshape(-1, inputs).split(max(PIECE_ELEMENTS // inputs, 1))
         return (quantize(part, precision) for part in parts)

@@ -1,4 +1,4 @@
-"""Weights that are not quantized: weight [O, D] and bias [O] in the dtype of the activations."""
+"""Weights that are not quantized: weight [O, I] and bias [O] in the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlainFormat(LinearFormat):
         return {"weight": torch.empty(shape, dtype=layer.dtype, device=layer.device), **layer.empty_bias()}
 
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Views [size, ...] of weight [O, D] or bias [O]."""
+        """Views [size, ...] of weight [O, I] or bias [O]."""
         return tensor.split(layer.sizes)
 
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:

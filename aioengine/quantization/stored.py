@@ -1,4 +1,4 @@
-"""The linear layers of quantized checkpoints (``model_files.quantization``). O outputs, D inputs, P fused parts."""
+"""The linear layers of quantized checkpoints (``model_files.quantization``). O outputs, I inputs, P fused parts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StoredFormat(CodesFormat):
         return tensor.split([stored.shape(size, layer.in_features)[dim] for size in layer.sizes], dim)
 
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
-        """Return the weight [O, D]. Raises ValueError if its inputs are reordered."""
+        """Return the weight [O, I]. Raises ValueError if its inputs are reordered."""
         codes, *others = self._codes(layer, tensors)
         if others or codes.order is not None:
             raise ValueError("its inputs are reordered (desc_act), which experts do not support")
@@ -132,7 +132,7 @@ class StoredFormat(CodesFormat):
         ]
 
         def joined(x: Tensor) -> Tensor:
-            """[T, D] -> [T, O]."""
+            """[T, I] -> [T, O]."""
             return torch.cat([part.matmul(x) for part in parts], 1)
 
         def restore() -> Tensors:
@@ -148,7 +148,7 @@ class StoredFormat(CodesFormat):
         return layer.prepared(matmul, restore, update if can_update else None, gated)
 
     def _parts(self, layer: LinearSpec, tensors: Tensors) -> list[tuple[Codes, Tensor | None]]:
-        """Return codes [O, D] and bias [O] of the layer, or of each part if these have different orders of inputs."""
+        """Return codes [O, I] and bias [O] of the layer, or of each part if these have different orders of inputs."""
         bias, codes = tensors.get("bias"), self._codes(layer, tensors)
         if bias is not None and layer.order is not None:
             bias = bias[layer.order]
@@ -169,7 +169,7 @@ class StoredFormat(CodesFormat):
         return scales.t() if scheme.layout in {"awq", "gptq"} else scales
 
     def _decoded_scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
-        """Return the scales [O, D / 64] of bitsandbytes, stored as codes. Raises ValueError for a damaged text."""
+        """Return the scales [O, I / 64] of bitsandbytes, stored as codes. Raises ValueError for a damaged text."""
         scheme = self.scheme
         names = scheme.scale, "weight.nested_absmax", "weight.nested_quant_map"
         texts = tensors[f"weight.quant_state.bitsandbytes__{scheme.table}"]
@@ -273,7 +273,7 @@ class StoredFormat(CodesFormat):
 
 
 def _packed(codes: Codes, bits: int, order: Tensor | None) -> Codes:
-    """Reorder and pack codes whose ``packed`` is [O, D] with one byte per number. order: [D]."""
+    """Reorder and pack codes whose ``packed`` is [O, I] with one byte per number. order: [I]."""
     numbers = codes.packed if order is None else codes.packed[:, order]
     packed = numbers.contiguous() if bits == 8 else pack_nibbles(numbers)
     return codes._replace(packed=packed, bits=bits, order=order)

@@ -1,4 +1,8 @@
-"""Activations on a GPU, each in one pass over the memory. T rows, I intermediate size."""
+"""Activations on a GPU: x [T, 2 F], gates first -> activation(gates) * ups [T, F], and the exact GELU x [...] -> [...].
+
+They are computed in fp32 and rounded like separate operations. A program computes a block of one row, or of the GELU.
+Other kernels use the functions of this file too.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,25 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait_between_products
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
+from aioengine.kernels.triton.launcher import kernel, next_power_of_2, options
 
 
 @triton.jit
-def _silu_of(wide: tl.tensor) -> tl.tensor:
+def silu_of(wide: tl.tensor) -> tl.tensor:
+    """Return silu of fp32 numbers [...]."""
     return wide / (1.0 + tl.exp(-wide))
+
+
+@triton.jit
+def activated(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Return silu(gate) * up of fp32 sums [...]. Rounds like a separate matmul and activation."""
+    return silu_of(gate.to(DTYPE).to(tl.float32)).to(DTYPE) * up.to(DTYPE)
+
+
+@triton.jit
+def softplus_of(wide: tl.tensor) -> tl.tensor:
+    """Return softplus of fp32 numbers [...], as ``kernels.activation``."""
+    return tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0))))
 
 
 @triton.jit
@@ -35,8 +52,9 @@ def _gelu_tanh_of(wide: tl.tensor) -> tl.tensor:
     return wide / (1.0 + tl.exp(-inner))
 
 
-@triton.jit
+@kernel()
 def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Compute ``activate_and_mul`` for a block of a row. ACTIVATION: a function above."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -47,8 +65,9 @@ def _gated_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, ACTIVATION: tl.
     tl.store(out + row * size + columns, ACTIVATION(wide).to(gate.dtype) * up, mask=mask)
 
 
-@triton.jit
+@kernel()
 def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Compute a block of ``gelu``."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     start_next_and_wait()
@@ -56,28 +75,24 @@ def _gelu_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.conste
     tl.store(out + offsets, _gelu_of(loaded.to(tl.float32)).to(loaded.dtype), mask=mask)
 
 
-_gated = KernelLauncher(_gated_kernel)
-_gelu = KernelLauncher(_gelu_kernel)
-
-
 def gelu(x: Tensor) -> Tensor:
     """Return the exact GELU of contiguous x [...]."""
     out = torch.empty_like(x)
     size, block = x.numel(), 2048
     key = (x.dtype, size % 16 == 0, size >= 1 << 31, x.data_ptr() % 16)
-    _gelu((-(-size // block), 1, 1), key, (x, out, size, block), options(4))
+    _gelu_kernel((-(-size // block), 1, 1), key, (x, out, size, block), options(4))
     return out
 
 
-ACTIVATIONS = {"silu": _silu_of, "gelu": _gelu_of, "gelu_tanh": _gelu_tanh_of}
+ACTIVATIONS = {"silu": silu_of, "gelu": _gelu_of, "gelu_tanh": _gelu_tanh_of}
 
 
 def activate_and_mul(x: Tensor, name: str) -> Tensor:
-    """x [T, 2 I], gates first, contiguous -> activation(gate) * up [T, I]. name: one of ``ACTIVATIONS``."""
+    """x [T, 2 F], gates first, contiguous -> activation(gate) * up [T, F]. name: one of ``ACTIVATIONS``."""
     activation = ACTIVATIONS[name]
     num_rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(size), 1024)
-    arguments = (x, out, size, activation, block)
-    _gated((num_rows, -(-size // block), 1), (x.dtype, size, activation, x.data_ptr() % 16), arguments, options(4))
+    key = x.dtype, size, activation, x.data_ptr() % 16
+    _gated_kernel((num_rows, -(-size // block), 1), key, (x, out, size, activation, block), options(4))
     return out

@@ -1,10 +1,19 @@
-"""``kernels.adapter_linear`` on a GPU, in two kernels: x [T, I] -> A x in partial sums -> y [T, O] += B (A x).
+"""``kernels.adapter_linear`` on a GPU: y [T, O] += B (A x), x [T, I]. The rows are in N tiles of R rows of one adapter.
 
-The inputs are split among programs; the split depends only on I and the tile size. The second kernel adds the partial
-sums in a fixed order. Both kernels load adapter weights while the previous kernel still runs. With few rows, the first
-kernel runs concurrently with the layer's own matmul: x is complete when this matmul lets the next kernel start. The
-first kernel ends only after the matmul, so the second kernel waits for both. With one row, the kernel that multiplies
-the layer's weight also multiplies A. T rows in N tiles of R rows.
+Kernels:
+
+- ``_shrink_kernel`` computes A x. A program multiplies one tile by some ranks of one part of the layer, over one split
+  of the inputs.
+- ``_expand_kernel`` adds the splits, rounds A x to the dtype of B, multiplies it by B, and adds the result to y. A
+  program computes one tile and some outputs of one part.
+- ``_vector_kernel`` replaces the first one for one row: some programs multiply the layer's weight, others A.
+
+Sums: the splits depend only on I and the tile size, and are added in a fixed order. Each sum is in fp32, from the first
+to the last input.
+
+All kernels load adapter weights while the previous kernel still runs. With few rows, the first kernel runs concurrently
+with the layer's own matmul: x is complete when this matmul lets the next kernel start. The first kernel ends only after
+the matmul, so the second kernel waits for both.
 """
 
 from __future__ import annotations
@@ -26,16 +35,16 @@ from aioengine.kernels.adapter_types import (
     AdapterWeights,
 )
 from aioengine.kernels.linear import DeviceMatmul, Matmul
+from aioengine.kernels.triton.activation import silu_of
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import products, shape_of_vector_programs, vector_kernel
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, products, shape_of_vector_programs, vector_kernel
 
 _UNIT = tl.constexpr(UNIT)
 _RANK_UNIT = tl.constexpr(RANK_UNIT)
 _COLUMNS = tl.constexpr(TABLE_COLUMNS)
 
 
-LARGE_OUTPUTS = 4096
 MAX_AHEAD_ROWS = 64
 """Maximum rows with which the first kernel runs concurrently with the matmul. Up to this number, the kernels of
 ``kernels.linear`` let the next kernel start when their input is complete, or only at their end.
@@ -67,7 +76,7 @@ def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, is_narr
         return _Shape(min(ranks, 32), 32, 512, 64, 16, 4, 4)
     if num_rows == FEW_ROWS_OF_TILE:
         split = min(max(next_power_of_2(size) // 4, 256), 2048)
-        outputs, warps = (256, 8) if num_outputs >= LARGE_OUTPUTS else (128, 4)
+        outputs, warps = (256, 8) if num_outputs >= FEW_OUTPUTS else (128, 4)
         return _Shape(ranks, min(split, 8192 // ranks), split, outputs, 16, 4, warps)
     return _Shape(ranks, 64, 2048, 128, min(ranks, 32), 4, 8)
 
@@ -81,13 +90,17 @@ def _entry(
     return entry, tl.where(slot > 0, tl.load(entry), 0) * _RANK_UNIT
 
 
-@triton.jit(do_not_specialize=["first_part", "slot_size", "num_tiles"])
+@kernel(do_not_specialize=["first_part", "slot_size", "num_tiles"])
 def _shrink_kernel(
     x: tl.tensor, pool: tl.tensor, table: tl.tensor, order: tl.tensor, slots: tl.tensor, partials: tl.tensor,
     first_part: tl.tensor, slot_size: tl.tensor, num_tiles: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     MAX_RANK: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Multiply a tile by some ranks of A of one part, over a split of the inputs.
+
+    partials: [splits, tiles, ROWS, parts * MAX_RANK] fp32. IS_AHEAD: x is complete before the previous kernel ends.
+    """
     tile, split, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     CHUNKS: tl.constexpr = (MAX_RANK + BLOCK_RANKS - 1) // BLOCK_RANKS
     part = number // CHUNKS
@@ -157,7 +170,7 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["first_part", "slot_size", "num_tiles"])
+@kernel(do_not_specialize=["first_part", "slot_size", "num_tiles"])
 def _expand_kernel(
     y: tl.tensor, out: tl.tensor, pool: tl.tensor, table: tl.tensor, order: tl.tensor, slots: tl.tensor,
     partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_tiles: tl.tensor,
@@ -165,6 +178,11 @@ def _expand_kernel(
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
     WIDTH: tl.constexpr, WORDS: tl.constexpr, IS_GATED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Add B (A x) to some outputs of a tile. The outputs of a block belong to one part.
+
+    SIZE_0, SIZE_1, SIZE_2: outputs of the parts; 0: no such part. IS_GATED: the parts are gates and ups, and the
+    activated sums are stored in ``out`` instead.
+    """
     block, tile = tl.program_id(0), tl.program_id(1)
     BLOCKS_0: tl.constexpr = (SIZE_0 + OUTPUTS - 1) // OUTPUTS
     BLOCKS_1: tl.constexpr = (SIZE_1 + OUTPUTS - 1) // OUTPUTS
@@ -194,7 +212,7 @@ def _expand_kernel(
             wide = (gate.to(tl.float32) + more).to(gate.dtype).to(tl.float32)
             more = _product(sums + MAX_RANK, up_b, outputs, size, stride, ROWS, SPLITS, SPLIT_BLOCK, WIDTH)
             up = (up.to(tl.float32) + more).to(gate.dtype)
-            active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+            active = silu_of(wide).to(gate.dtype)
             tl.store(out + rows * SIZE_0 + outputs[None, :], active * up, mask=inside)
     elif b[0] > 0:
         before = tl.load(values, mask=inside, other=0.0)
@@ -202,31 +220,27 @@ def _expand_kernel(
         tl.store(values, (before.to(tl.float32) + more).to(before.dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first_part", "slot_size", "num_outputs", "num_programs"])
+@kernel(do_not_specialize=["first_part", "slot_size", "num_outputs", "num_programs"])
 def _vector_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, pool: tl.tensor, table: tl.tensor,
     slots: tl.tensor, partials: tl.tensor, first_part: tl.tensor, slot_size: tl.tensor, num_outputs: tl.tensor,
-    num_programs: tl.tensor, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    num_programs: tl.tensor, SIZE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Multiply one row by some lines: of the layer's weight, or in the programs from ``num_programs`` on, of A."""
     number = tl.program_id(0)
     if number < num_programs:
-        vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, ROWS, BLOCK)
+        vector_kernel(x, weight, None, bias, y, num_outputs, SIZE, LINES, BLOCK)
     else:
-        first_rank = (number - num_programs) * ROWS
+        first_rank = (number - num_programs) * LINES
         part = first_rank // MAX_RANK
-        ranks = first_rank % MAX_RANK + tl.arange(0, ROWS)
+        ranks = first_rank % MAX_RANK + tl.arange(0, LINES)
         slot = tl.load(slots)
         place = tl.maximum(slot - 1, 0).to(tl.int64) * slot_size
         entry, num_ranks = _entry(table, place, first_part + part, slot, WORDS)
         line_pointers = pool + (place + tl.load(entry + 1)) * _UNIT + ranks[:, None] * SIZE
         result = products(line_pointers, ranks[:, None] < num_ranks, x, SIZE, BLOCK)
         tl.store(partials + part * MAX_RANK + ranks, result, mask=ranks < num_ranks)
-
-
-_shrink = KernelLauncher(_shrink_kernel)
-_vector = KernelLauncher(_vector_kernel)
-_expand = KernelLauncher(_expand_kernel)
 
 
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
@@ -246,13 +260,13 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         weight, bias = of_vector.weight, of_vector.bias
         num_outputs, size = weight.shape
         y = x.new_empty((1, num_outputs))
-        rows, block, num_warps = shape_of_vector_programs(num_outputs, size)
-        num_programs = -(-num_outputs // rows)
+        lines, block, num_warps = shape_of_vector_programs(num_outputs, size)
+        num_programs = -(-num_outputs // lines)
         tensors = x, weight, bias, y, *memory, tiles.slots, partials
-        sizes_of_vector = num_outputs, num_programs, size, rows, block, weights.max_rank, unit_words
+        sizes_of_vector = num_outputs, num_programs, size, lines, block, weights.max_rank, unit_words
         arguments = (*tensors, *numbers, *sizes_of_vector)
         key = common, weight.shape, bias is None, *alignments(x, weight)
-        _vector((num_programs + width // rows, 1, 1), key, arguments, options(num_warps))
+        _vector_kernel((num_programs + width // lines, 1, 1), key, arguments, options(num_warps))
     else:
         y = matmul(x)
         is_ahead = x.shape[0] <= MAX_AHEAD_ROWS
@@ -261,12 +275,12 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
         arguments = (*tensors, *numbers, num_tiles, weights.size, num_rows, *programs, *ranks, is_ahead)
         num_chunks = len(weights.sizes) * -(-weights.max_rank // shape.ranks)
         key = common, x.data_ptr() % 16, is_ahead
-        _shrink((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
+        _shrink_kernel((num_tiles, num_splits, num_chunks), key, arguments, options(shape.shrink_warps))
     out = y.new_empty((y.shape[0], sizes[0])) if is_gated else y
     tensors = y, out, *memory, tiles.order, tiles.slots, partials
     programs = shape.expand_ranks, shape.outputs, num_splits, next_power_of_2(num_splits)
     arguments = (*tensors, *numbers, num_tiles, *sizes, num_rows, *programs, *ranks, is_gated)
     num_blocks = sum(-(-size // shape.outputs) for size in (sizes[:1] if is_gated else sizes))
     key = common, num_splits, y.data_ptr() % 16, is_gated
-    _expand((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))
+    _expand_kernel((num_blocks, num_tiles, 1), key, arguments, options(shape.expand_warps))
     return out

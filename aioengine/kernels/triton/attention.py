@@ -1,4 +1,4 @@
-"""Batch-invariant attention over pages on a GPU: the result of a row does not depend on other rows.
+"""Batch-invariant attention over pages on a GPU: softmax(q k^T * scale) v, q [T, H, E] -> [T, H, V].
 
 The positions of a row are divided into blocks. The softmax of a block is computed alone, and blocks are merged in
 order, in decode steps and in prefill chunks. So neither the batch nor chunks, prefix hits or preemption change a bit of
@@ -35,8 +35,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, has_dependent_launch, next_power_of_2, options
+from aioengine.kernels.triton.dependent import is_last, start_next_and_wait
+from aioengine.kernels.triton.launcher import alignments, dtypes, has_dependent_launch, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -63,6 +63,7 @@ ROWS = 64
 DECODE_ROWS = 16
 """Query rows of a tile of a decode step in 16 bits."""
 BLOCK = 64
+"""Positions of a block."""
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
 MOST_POSITIONS = EVEN_SPLITS.value * LARGE
@@ -289,13 +290,14 @@ def tokens_of(
     return tile_start, first_token, count, first_page, length
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
+@kernel(do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "page_ids", "tiles"])
 def _attend_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, query_starts: tl.tensor, page_starts: tl.tensor,
     last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, sinks: tl.tensor,
     scales: tl.tensor, scale: tl.tensor,
     SIZES: tl.constexpr, IN_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with the query rows of one tile, for the heads of one kv head. IN_SPLITS: as in ``_splits_kernel``."""
     start_next_and_wait()
     TOKENS: tl.constexpr = SIZES.rows // SIZES.group
     tile_start, first_token, count, first_page, length = tokens_of(
@@ -329,7 +331,7 @@ def _attend_kernel(
     store_attended(out, targets, is_member, state, sinks, heads, scales, SIZES.value_size)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["max_splits", "num_programs", "most_alone"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids", "num_done"],
 )
@@ -368,20 +370,15 @@ def _splits_kernel(
             targets = (row * max_splits + index) * SIZES.num_heads + heads
             store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
             index += num_programs
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
         done = num_done + row * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num_used - 1:
+        if is_last(done, num_used):
             tl.store(done, 0)
             whole = nothing_attended(SIZES.rows, SIZES.columns)
             for other in tl.range(first_index, end_index, loop_unroll_factor=4):
-                sources = (row * max_splits + other) * SIZES.num_heads + heads  # the loads bypass L1
+                sources = (row * max_splits + other) * SIZES.num_heads + heads
                 whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
-
-
-_attend = KernelLauncher(_attend_kernel)
-_splits = KernelLauncher(_splits_kernel)
 
 
 class AttentionTile(NamedTuple):
@@ -487,9 +484,9 @@ def attend(
     tile = group.decode_tile if len(tiles) == len(q) else group.tile
     sizes = _sizes(q, pool, group.heads, tile, rules)
     tensors = (q, *pool, rows.query_starts, rows.page_starts, rows.last_lengths, rows.page_ids, tiles, out, rules.sinks)
-    key = (q.dtype, pool[0].dtype, sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
+    key = (*dtypes(q, pool[0]), sizes, in_splits, rules.tensors_key, *alignments(q, *pool, out))
     grid = tiles.shape[0], -(-q.shape[1] // group.heads), 1
-    _attend(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), tile.launch_options)
+    _attend_kernel(grid, key, (*tensors, rules.scales, rules.factor(scale), sizes, in_splits), tile.launch_options)
 
 
 def attend_splits(
@@ -521,5 +518,5 @@ def attend_splits(
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, num_done, sums, stats, out, rules.sinks)
     numbers = rules.scales, rules.factor(scale), max_splits, num_programs, most_alone
     grid = num_rows, -(-num_heads // group.heads), num_programs
-    key = (q.dtype, pool[0].dtype, sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
-    _splits(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)
+    key = (*dtypes(q, pool[0]), sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
+    _splits_kernel(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)

@@ -2,7 +2,15 @@
 
 The inputs of these instructions must have 8 bits too. So for few rows, each input is the sum of two 8-bit numbers, a
 pair, which is nearly exact. The weight is multiplied as it is stored: converting it to bf16 in registers, as
-``code_linear`` does, takes longer than reading it. Each row has one scale, P is the number of padded rows.
+``code_linear`` does, takes longer than reading it.
+
+Programs: each computes ``LINES`` lines of the weight times some rows, over one split of the inputs. It converts up to
+``CONVERTING_ROWS`` rows itself. More rows are converted by a kernel before.
+
+Sums: tensor cores add the products of a block of inputs, and blocks are added in fp32 from first to last. Then splits
+are added in order. Blocks and splits depend on the number of rows, so the bits do too.
+
+x_rows: rows of 8-bit numbers. A row of pairs is two of them: its high numbers, and its low numbers. P padded rows.
 """
 
 from __future__ import annotations
@@ -16,29 +24,29 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.codes import FP8, FP8_MAX
-from aioengine.kernels.triton.code_linear import DeviceCodes
+from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import wait_and_start_next, wait_between_products
-from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import activated, with_other_splits
+from aioengine.kernels.triton.device_codes import DeviceCodes
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, dtypes, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS, with_other_splits
 
 LARGEST = tl.constexpr(FP8_MAX)
-MAX_FP8_PAIRS = 64
-MAX_FP8_ROWS = 128
-"""With more rows than ``MAX_FP8_PAIRS``, the inputs of fp8 weights are rounded to fp8."""
+MAX_FP8_PAIRS, MAX_FP8_ROWS = 64, 128
+"""Maximum rows of pairs, and of inputs that are rounded to fp8, with fp8 weights."""
 MAX_INT8_PAIRS = 256
-FEW_ROWS = 8
+"""Maximum rows with int8 weights."""
+CONVERTING_ROWS = 8
 """Up to this number of rows, each program converts the inputs. For more rows, a kernel before the product does."""
-MAX_COLUMNS = 128
+MAX_X_ROWS = 128
 """8-bit rows of a program."""
 LINES = 64
 """Lines of the weight of a program."""
-FEW_OUTPUTS = 4096
-MANY_OUTPUTS = 16_384
 BLOCK = 128
-PADDED_ROWS = 4
-FP8_LOW = tl.constexpr(32.0)
-INT8_LOW = tl.constexpr(254.0)
-"""The second number of a pair is multiplied by this."""
+"""Inputs of the smallest block."""
+ROW_UNIT = 4
+"""torch's products with several scales per row need a multiple of this many rows."""
+FP8_LOW_FACTOR, INT8_LOW_FACTOR = 32.0, 254.0
+"""The low number of a pair stands for itself divided by this."""
 
 
 @triton.jit
@@ -49,30 +57,32 @@ def _largest(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _as_pairs(values: tl.tensor, narrow: tl.constexpr, LOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _as_pairs(
+    values: tl.tensor, narrow: tl.constexpr, LOW_FACTOR: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return values [A, B] fp32 as pairs: high numbers and low numbers [A, B], and the scale of each row [A]."""
     largest = _largest(values)
     if narrow == tl.int8:
         scale = largest / 127.0
         values /= scale[:, None]
         high = tl.floor(values + 0.5)
-        low = tl.floor((values - high) * LOW + 0.5)
+        low = tl.floor((values - high) * LOW_FACTOR + 0.5)
     else:  # the scale is a power of 2, so that the largest number is between 128 and 256
         exponent = largest.to(tl.int32, bitcast=True) >> 23
         scale = (exponent - 7 << 23).to(tl.float32, bitcast=True) + 0.0 * largest
         values *= (261 - exponent << 23).to(tl.float32, bitcast=True)[:, None]  # exactly 1 / scale
         bits = values.to(tl.int32, bitcast=True)  # ptxas 13.0 fails to convert fp8 that it has just rounded
         high = (bits + 0x80000 & ~0xFFFFF).to(tl.float32, bitcast=True)  # 4 significant bits, as fp8 has
-        low = (values - high) * LOW
+        low = (values - high) * LOW_FACTOR
     return high.to(narrow), low.to(narrow), scale
 
 
-@triton.jit(do_not_specialize=["num_padded"])
+@kernel(do_not_specialize=["num_padded"])
 def _quantize_rows_kernel(
     x: tl.tensor, numbers: tl.tensor, scales: tl.tensor, num_padded: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, LOW_FACTOR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """LOW: of pairs; 0: no pairs."""
+    """Compute ``quantize_rows``, a row per program. LOW_FACTOR: of pairs; 0: no pairs."""
     wait_between_products()
     narrow = numbers.dtype.element_ty
     row, groups = tl.program_id(0).to(tl.int64), tl.arange(0, GROUPS)
@@ -80,44 +90,40 @@ def _quantize_rows_kernel(
     inside = columns < SIZE
     values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     targets = numbers + row * SIZE + columns
-    if LOW == 0:
+    if LOW_FACTOR == 0:
         scale = _largest(values) / LARGEST
         tl.store(targets, (values / scale[:, None]).to(narrow), mask=inside)
     else:
-        high, low, scale = _as_pairs(values, narrow, LOW)
+        high, low, scale = _as_pairs(values, narrow, LOW_FACTOR)
         tl.store(targets, high, mask=inside)
         tl.store(targets + num_padded.to(tl.int64) * SIZE, low, mask=inside)
     tl.store(scales + groups.to(tl.int64) * num_padded + row, scale, mask=groups * GROUP < SIZE)
 
 
-_quantize_rows = KernelLauncher(_quantize_rows_kernel)
-
-
-def quantize_rows(x: Tensor, group: int, dtype: torch.dtype = FP8, low: float = 0.0) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, group: int, dtype: torch.dtype = FP8, low_factor: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return x [T, I] as numbers [P, I], and their scales [G, P] fp32, one for each ``group`` inputs of a row.
 
-    P is the next multiple of ``PADDED_ROWS``, as torch's products with several scales per row need; the last P - T rows
-    are uninitialized. group: a power of two, or I.
+    P is the next multiple of ``ROW_UNIT``; the last P - T rows are uninitialized. group: a power of two, or I.
 
-    low: return pairs [2 P, I] instead. Row r, and row P + r divided by this, add to row r of x. Errors are at most
-    2 ** -15 of the largest number of the row. In fp8, bf16 numbers of at least 2 ** -13 of it have no error.
+    low_factor: return pairs [2 P, I] instead. Row r, and row P + r divided by this, add to row r of x. Errors are at
+    most 2 ** -15 of the largest number of the row. In fp8, bf16 numbers of at least 2 ** -13 of it have no error.
     """
     num_rows, size = x.shape
-    num_padded = -(-num_rows // PADDED_ROWS) * PADDED_ROWS
-    numbers = torch.empty((num_padded * (2 if low else 1), size), dtype=dtype, device=x.device)
+    num_padded = -(-num_rows // ROW_UNIT) * ROW_UNIT
+    numbers = torch.empty((num_padded * (2 if low_factor else 1), size), dtype=dtype, device=x.device)
     scales = torch.empty((-(-size // group), num_padded), dtype=torch.float32, device=x.device)
-    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group), low
-    key = (x.dtype, dtype, sizes, *alignments(x))
-    _quantize_rows((num_rows, 1, 1), key, (x, numbers, scales, num_padded, *sizes), options(8 if size > 2048 else 4))
+    sizes = size, group, next_power_of_2(len(scales)), next_power_of_2(group), low_factor
+    key, arguments = (x.dtype, dtype, sizes, *alignments(x)), (x, numbers, scales, num_padded, *sizes)
+    _quantize_rows_kernel((num_rows, 1, 1), key, arguments, options(8 if size > 2048 else 4))
     return numbers, scales
 
 
 @triton.jit
-def _rows_of(pairs: tl.tensor, LOW: tl.constexpr) -> tl.tensor:
+def _rows_of(pairs: tl.tensor, LOW_FACTOR: tl.constexpr) -> tl.tensor:
     """Return the sums [LINES, ROWS] of pairs [LINES, 2 ROWS]: first the high numbers, then the low numbers."""
     ROWS: tl.constexpr = pairs.shape[1] // 2
     high, low = tl.split(tl.permute(tl.reshape(pairs, (pairs.shape[0], 2, ROWS)), (0, 2, 1)))
-    return high + low / LOW
+    return high + low / LOW_FACTOR
 
 
 @triton.jit
@@ -132,14 +138,14 @@ def _finished(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_padded"])
+@kernel(do_not_specialize=["num_rows", "num_padded"])
 def _matmul_kernel(
     x: tl.tensor, x_scales: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, partials: tl.tensor,
     num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_padded: tl.tensor, num_lines: tl.tensor,
-    SIZE: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, LOW_FACTOR: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply the result of ``quantize_rows``. LOW: of pairs; 0: no pairs.
+    """Multiply the result of ``quantize_rows``. LOW_FACTOR: of pairs; 0: no pairs.
 
     GATED: half of the lines of a program are gates, and half are what they multiply.
     """
@@ -151,24 +157,22 @@ def _matmul_kernel(
         places = tl.arange(0, LINES)
         lines = tl.program_id(0) * HALF + places % HALF + places // HALF * (num_lines // 2)
     clamped = tl.minimum(lines, num_lines - 1)[:, None]
-    columns = tl.arange(0, 2 * ROWS if LOW > 0 else ROWS)
-    columns = tl.minimum(first_row + columns % ROWS, num_rows - 1) + columns // ROWS * num_padded
-    inner = first + tl.arange(0, BLOCK)
-    line_pointers = weight + clamped.to(tl.int64) * SIZE + inner[None, :]
-    vectors = x + columns[None, :] * SIZE + inner[:, None]
+    x_rows = tl.arange(0, 2 * ROWS if LOW_FACTOR > 0 else ROWS)
+    x_rows = tl.minimum(first_row + x_rows % ROWS, num_rows - 1) + x_rows // ROWS * num_padded
+    columns = first + tl.arange(0, BLOCK)
+    line_pointers = weight + clamped.to(tl.int64) * SIZE + columns[None, :]
+    x_pointers = x + x_rows[None, :] * SIZE + columns[:, None]
     wait_and_start_next()
-    total = tl.zeros((LINES, columns.shape[0]), tl.float32)
+    total = tl.zeros((LINES, x_rows.shape[0]), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
-        products = tl.dot(tl.load(line_pointers + start), tl.load(vectors + start)).to(tl.float32)
+        products = tl.dot(tl.load(line_pointers + start), tl.load(x_pointers + start)).to(tl.float32)
         if GROUP < SIZE:
             products *= tl.load(scales + (first + start) // GROUP * num_lines + clamped)
         total += products  # in fp32: the instruction for fp8 adds with fewer bits
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         rows = (first_row + tl.arange(0, ROWS))[None, :]
-        result = _rows_of(total, LOW) if LOW > 0 else total
+        result = _rows_of(total, LOW_FACTOR) if LOW_FACTOR > 0 else total
         result *= tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
         result = _finished(result, scales, bias, clamped, GROUP == SIZE)
         num_outputs, outputs = num_lines, lines[:, None]
@@ -180,11 +184,11 @@ def _matmul_kernel(
         tl.store(out + rows * num_outputs + outputs, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor,
     out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
-    SIZE: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, LOW_FACTOR: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Convert blocks of x to pairs, with a scale for each row of a block. GATED: a program also computes what its gates
@@ -195,7 +199,7 @@ def _few_rows_kernel(
     tile, split = tl.program_id(0), tl.program_id(1)
     first, line = split * (SIZE // SPLITS), tile * LINES
     outputs, rows = line + tl.arange(0, LINES)[:, None], tl.arange(0, ROWS)
-    vectors = x + tl.minimum(rows, num_rows - 1)[:, None] * SIZE + first + tl.arange(0, BLOCK)[None, :]
+    x_pointers = x + tl.minimum(rows, num_rows - 1)[:, None] * SIZE + first + tl.arange(0, BLOCK)[None, :]
     total, ups = tl.zeros((LINES, ROWS), tl.float32), tl.zeros((LINES, ROWS), tl.float32)
     for start in tl.range(0, SIZE // SPLITS, BLOCK, num_stages=STAGES):
         part = weight.load([line, first + start])
@@ -205,16 +209,14 @@ def _few_rows_kernel(
         if num_rows > 0:  # always; because of this branch, the loop loads weights, but not x, before it waits
             if start == 0:
                 wait_and_start_next()
-            values = tl.load(vectors + start)
-        high, low, scale = _as_pairs(values.to(tl.float32), weight.dtype, LOW)
+            values = tl.load(x_pointers + start)
+        high, low, scale = _as_pairs(values.to(tl.float32), weight.dtype, LOW_FACTOR)
         numbers = tl.trans(tl.reshape(tl.permute(tl.join(high, low), (2, 0, 1)), (2 * ROWS, BLOCK)))
-        total += _rows_of(tl.dot(part, numbers).to(tl.float32), LOW) * scale[None, :]
+        total += _rows_of(tl.dot(part, numbers).to(tl.float32), LOW_FACTOR) * scale[None, :]
         if GATED:
-            ups += _rows_of(tl.dot(up_part, numbers).to(tl.float32), LOW) * scale[None, :]
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+            ups += _rows_of(tl.dot(up_part, numbers).to(tl.float32), LOW_FACTOR) * scale[None, :]
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         lines, inside = tl.minimum(outputs, num_outputs - 1), (rows[None, :] < num_rows) & (outputs < num_outputs)
         result = _finished(total, scales, bias, lines, True)
         if GATED:
@@ -222,20 +224,16 @@ def _few_rows_kernel(
         tl.store(out + rows[None, :] * num_outputs + outputs, result.to(out.dtype.element_ty), mask=inside)
 
 
-_matmul = KernelLauncher(_matmul_kernel)
-_few_rows = KernelLauncher(_few_rows_kernel)
-
-
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, rows: int) -> tuple[int, int, int]:
     """Return (inputs per block, splits, stages). Measured on an H200 for the layers of an 8B model."""
-    is_narrow, is_large = rows <= MAX_COLUMNS // 4, num_outputs >= MANY_OUTPUTS
-    if rows == FEW_ROWS and num_outputs <= FEW_OUTPUTS and size % (4 * BLOCK) == 0:
+    is_narrow, is_large = rows <= MAX_X_ROWS // 4, num_outputs >= MANY_OUTPUTS
+    if rows == CONVERTING_ROWS and num_outputs <= FEW_OUTPUTS and size % (4 * BLOCK) == 0:
         return BLOCK, 4, 4
     splits = 2 if num_outputs <= FEW_OUTPUTS and size % (2 * BLOCK) == 0 else 1
     if is_narrow and group == size and not is_large and size % (2 * BLOCK * splits) == 0:
         return 2 * BLOCK, splits, 5
-    return BLOCK, splits, 5 if not is_large else 6 if rows == MAX_COLUMNS // 4 else 4
+    return BLOCK, splits, 5 if not is_large else 6 if rows == MAX_X_ROWS // 4 else 4
 
 
 def serves(codes: DeviceCodes) -> bool:
@@ -267,11 +265,11 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor,
     outputs) * (second half), [T, O / 2].
     """
     num_lines, size = codes.shape
-    num_rows, low, num_outputs = len(x), INT8_LOW.value, num_lines // 2 if is_gated else num_lines
+    num_rows, low_factor, num_outputs = len(x), INT8_LOW_FACTOR, num_lines // 2 if is_gated else num_lines
     if codes.numbers.dtype == FP8:
-        low = FP8_LOW.value if num_rows <= MAX_FP8_PAIRS else 0.0
-    rows = min(max(next_power_of_2(num_rows), FEW_ROWS), MAX_COLUMNS // 2 if low else MAX_COLUMNS)
-    converts = rows == FEW_ROWS and codes.group == size and size % (2 * BLOCK) == 0
+        low_factor = FP8_LOW_FACTOR if num_rows <= MAX_FP8_PAIRS else 0.0
+    rows = min(max(next_power_of_2(num_rows), CONVERTING_ROWS), MAX_X_ROWS // 2 if low_factor else MAX_X_ROWS)
+    converts = rows == CONVERTING_ROWS and codes.group == size and size % (2 * BLOCK) == 0
     if converts:
         block, splits, stages = shape_for_few_rows(num_outputs, size, is_gated=is_gated)
         grid = -(-num_outputs // LINES), splits, 1
@@ -279,18 +277,17 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor,
         block, splits, stages = shape_of_programs(num_lines, size, codes.group, rows)
         grid = -(-num_lines // LINES), splits, -(-num_rows // rows)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * LINES * rows * (2 if low else 1)
+    num_partials = 1 if splits == 1 else grid[0] * splits * grid[2] * LINES * rows * (2 if low_factor else 1)
     partials = torch.empty(num_partials, dtype=torch.float32, device=x.device)
-    sizes = low, rows, LINES, block, splits, stages, is_gated
-    bias_dtype = None if bias is None else bias.dtype
-    key = (x.dtype, codes.numbers.dtype, codes.shape, codes.group, sizes, bias_dtype, *alignments(x, codes.numbers))
+    sizes = low_factor, rows, LINES, block, splits, stages, is_gated
+    key = (*dtypes(x, codes.numbers, bias), codes.shape, codes.group, sizes, *alignments(x, codes.numbers))
     tensors = codes.scales, bias, partials, num_done, out
     if converts:
         weight = TensorDescriptor.from_tensor(codes.numbers, [LINES, block])
-        _few_rows(grid, key, (x, weight, *tensors, num_rows, num_outputs, size, *sizes), options(4))
+        _few_rows_kernel(grid, key, (x, weight, *tensors, num_rows, num_outputs, size, *sizes), options(4))
     else:
-        numbers, x_scales = quantize_rows(x, size, codes.numbers.dtype, low)
+        numbers, x_scales = quantize_rows(x, size, codes.numbers.dtype, low_factor)
         counts = num_rows, x_scales.shape[1], num_lines
         arguments = (numbers, x_scales, codes.numbers, *tensors, *counts, size, codes.group, *sizes)
-        _matmul(grid, key, arguments, options(4))
+        _matmul_kernel(grid, key, arguments, options(4))
     return out

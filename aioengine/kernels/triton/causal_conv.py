@@ -1,4 +1,11 @@
-"""Causal depthwise convolution on a GPU. The last inputs of each row are kept in a state pool.
+"""Causal depthwise convolution on a GPU: out[t] = SiLU(bias + sum over w of weight[:, w] * x[t - W + 1 + w]), [T, C].
+
+The last inputs of each row are kept in a state pool. The W products of an element are added in fp32, oldest first, so a
+result does not depend on the chunk that contains the token.
+
+Programs: if all rows have one token, a program computes some channels of a row and moves its state
+(``_step_kernel``). Otherwise a program computes some channels of a block of tokens (``_block_kernel``), and then
+``_state_kernel`` stores the last inputs of each row.
 
 T packed tokens, C channels, W filter width, N slots, R rows, B blocks of tokens.
 """
@@ -11,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, StateRows
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments
+from aioengine.kernels.triton.activation import silu_of
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel
 
-CHANNELS = tl.constexpr(256)
+CHANNELS, BLOCK_CHANNELS = tl.constexpr(256), tl.constexpr(64)
 """Channels per program, and in ``_block_kernel``."""
-BLOCK_CHANNELS = tl.constexpr(64)
 TOKENS = tl.constexpr(BLOCK_TOKENS)
 
 
@@ -24,9 +31,7 @@ def _result(total: tl.tensor, bias: tl.tensor, channels: tl.tensor, inside: tl.t
     """Add biases to ``total`` if there are any, and apply SiLU. channels: broadcast to the shape of ``total``."""
     if bias is not None:
         total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        total = total / (1.0 + tl.exp(-total))
-    return total
+    return silu_of(total) if SILU else total
 
 
 @triton.jit
@@ -47,7 +52,7 @@ def _past_inputs(
     return state + slot * (WIDTH - 1) * num_channels + channels, has_past
 
 
-@triton.jit
+@kernel()
 def _step_kernel(
     x: tl.tensor, weight: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, bias: tl.tensor,
     out: tl.tensor, x_stride: tl.tensor, num_channels: tl.tensor,
@@ -72,7 +77,7 @@ def _step_kernel(
     tl.store(out + row * num_channels + channels, total.to(newest.dtype), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _block_kernel(
     x: tl.tensor, weight: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor,
     blocks: tl.tensor, bias: tl.tensor, out: tl.tensor, x_stride: tl.tensor, num_channels: tl.tensor,
@@ -104,7 +109,7 @@ def _block_kernel(
     tl.store(out + places, total.to(x.dtype.element_ty), mask=is_real)
 
 
-@triton.jit
+@kernel()
 def _state_kernel(
     x: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, x_stride: tl.tensor,
     num_channels: tl.tensor,
@@ -125,11 +130,6 @@ def _state_kernel(
         tl.store(inputs + place * num_channels, new, mask=inside)
 
 
-_step = KernelLauncher(_step_kernel)
-_block = KernelLauncher(_block_kernel)
-_state = KernelLauncher(_state_kernel)
-
-
 def causal_conv(
     x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, bias: Tensor | None, activates: bool
 ) -> Tensor:
@@ -141,18 +141,17 @@ def causal_conv(
     num_parts = -(-num_channels // CHANNELS.value)
     if rows.blocks is None:
         arguments = (x, weight, state, rows.slots, rows.starts, bias, out, *sizes, activates)
-        _step((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
+        _step_kernel((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
         return out
     tensors = x, weight, state, rows.slots, rows.starts, rows.ends, rows.blocks, bias, out
     arguments = (*tensors, *sizes, activates)
-    _block((len(rows.blocks), -(-num_channels // BLOCK_CHANNELS.value), 1), key, arguments, {"num_warps": 8})
+    _block_kernel((len(rows.blocks), -(-num_channels // BLOCK_CHANNELS.value), 1), key, arguments, {"num_warps": 8})
     arguments = (x, state, rows.slots, rows.starts, rows.ends, *sizes)
-    _state((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
+    _state_kernel((len(rows.slots), num_parts, 1), key, arguments, {"num_warps": 2})
     return out
 
 
 def rows_key(rows: StateRows) -> tuple[object, ...]:
     """Return the part of a ``KernelLauncher`` key that depends on the rows."""
     tensors = rows.slots, rows.starts, rows.ends
-    dtypes = tuple(tensor.dtype for tensor in tensors)
-    return (*dtypes, *alignments(*tensors), rows.blocks is None)
+    return (*dtypes(*tensors), *alignments(*tensors), rows.blocks is None)

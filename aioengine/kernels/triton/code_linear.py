@@ -1,8 +1,14 @@
-"""Matmul with a weight of 4 or 8 bits per number (``Codes``) on a GPU: x [T, I], bias [O] -> [T, O]. G groups.
+"""Matmul with a weight of 4 or 8 bits per number (``DeviceCodes``) on a GPU: x [T, I], bias [O] -> [T, O].
 
 For few rows, the time is limited by reading the weight, as in ``skinny_linear``. Numbers are converted in registers to
-operands of tensor cores. For many rows it is faster to ``dequantize`` the weight first. 8-bit weights have further
-kernels (``byte_linear``). A line is a row of the weight: an output, or an output of an expert.
+operands of tensor cores (``device_codes``). For many rows it is faster to ``dequantize`` the weight first. One row has
+further kernels (``code_vector``), and 8-bit weights too (``byte_linear``).
+
+Programs: each computes some outputs of some rows, over one split of the inputs. The one that finishes a tile last adds
+its splits.
+
+Sums: in fp32, from the first to the last input of a split, then split after split. The number of splits depends on T,
+so the bits do too.
 """
 
 from __future__ import annotations
@@ -11,34 +17,31 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.codes import FP8, MIDDLE, PIECES, Codes, piece_of
+from aioengine.kernels.codes import FP8, PIECES, piece_of
 from aioengine.kernels.triton import code_vector, skinny_linear
-from aioengine.kernels.triton.dependent import DEPENDENT, start_next_and_wait, wait_and_start_next
-from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import with_other_splits
+from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
+from aioengine.kernels.triton.device_codes import DeviceCodes, joined, narrowed, scaled, weights_of
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, dtypes, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, MANY_OUTPUTS, with_other_splits
 
-MAX_ROWS = 256
-LEAST_ROWS = 8
-ROWS = 64
+MAX_CODE_ROWS = 256
+"""With more rows, it is faster to dequantize the weight first; see ``max_rows``."""
+SMALL_ROWS = 64
 """Up to this number of rows, programs are smaller."""
-OUTPUTS = 64
+LEAST_OUTPUTS = 64
 """Minimum outputs of a program."""
-MANY_OUTPUTS = 16_384
 MANY_INPUTS = 8192
+"""With more inputs and few rows, they are split more often."""
 PIECE = tl.constexpr(PIECES[0])
-LINES = 32
+"""Columns of the pieces of 4-bit codes that ``matmul`` supports."""
+DEQUANTIZED_LINES = 32
 """Lines of a program that dequantizes 4-bit codes."""
-_EXACT = 1e-3
-"""Offsets that are this near to integers times scales were such products before they were rounded."""
-MAX_ZERO = tl.constexpr(64)
-"""Codes minus such zeros are exact in bf16."""
 
 
-class Programs(NamedTuple):
+class CodePrograms(NamedTuple):
     """Outputs, inputs per block, splits of the inputs, stages, warps, and rows of a program."""
 
     outputs: int
@@ -49,7 +52,7 @@ class Programs(NamedTuple):
     rows: int
 
 
-class Tile(NamedTuple):
+class CodeTile(NamedTuple):
     """Outputs and rows of a program, and its warps.
 
     The inputs are split while there are fewer than ``programs`` programs, into parts of at least ``inputs``.
@@ -62,181 +65,16 @@ class Tile(NamedTuple):
     inputs: int
 
 
+LARGE_TILE = CodeTile(128, 256, 8, 120, 2048)
+"""For many rows."""
 TILES = {
-    "few": {64: Tile(64, 64, 4, 240, 512), 256: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
-    "many": {64: Tile(128, 64, 4, 132, 2048), 128: Tile(64, 128, 4, 132, 2048), 512: Tile(128, 256, 8, 120, 2048)},
+    "few": {64: CodeTile(64, 64, 4, 240, 512), 256: CodeTile(64, 128, 4, 132, 2048), 512: LARGE_TILE},
+    "many": {64: CodeTile(128, 64, 4, 132, 2048), 128: CodeTile(64, 128, 4, 132, 2048), 512: LARGE_TILE},
 }
 """Few or ``MANY_OUTPUTS`` of 4-bit codes -> maximum rows -> tile."""
 
 
-@triton.jit
-def as_scales(values: tl.tensor) -> tl.tensor:
-    """Convert loaded scales to fp32. uint8: exponents, for the numbers of ``numbers_of``."""
-    if values.dtype == tl.uint8:
-        values = (values.to(tl.int32) + 126 << 23).to(tl.float32, bitcast=True)
-    return values
-
-
-@triton.jit
-def numbers_of(codes: tl.tensor, table: tl.tensor, scales: tl.tensor) -> tl.tensor:
-    """Convert 4-bit codes, or int8 or fp8 numbers, to fp32. Numbers of MXFP4 are multiplied by 2 ** -126."""
-    if scales.dtype.element_ty == tl.uint8:  # sign, exponent and mantissa move to their places in fp32
-        codes = codes.to(tl.int32)
-        numbers = ((codes & 8) << 28 | (codes & 7) << 22).to(tl.float32, bitcast=True)
-    elif table is not None:
-        numbers = tl.load(table + codes.to(tl.int32))
-    else:
-        numbers = codes.to(tl.float32)
-    return numbers
-
-
-@triton.jit
-def load_for(numbers: tl.tensor, values: tl.tensor, places: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
-    """Load the scales, zeros or offsets of numbers from ``places``: one for each number, or for each group of numbers.
-
-    numbers: [outputs, groups * N] or [outputs, groups, N], if places are [outputs, groups]; one group is only broadcast
-    """
-    loaded = as_scales(tl.load(values + places) if inside is None else tl.load(values + places, mask=inside, other=0))
-    if len(numbers.shape) == 3:
-        loaded = tl.expand_dims(loaded, 2)
-    elif len(places.shape) == 2:
-        COUNT: tl.constexpr = places.shape[1]
-        if COUNT > 1 and numbers.shape[1] > COUNT:
-            WIDTH: tl.constexpr = numbers.shape[1] // COUNT
-            wide = tl.broadcast_to(tl.expand_dims(loaded, 2), (numbers.shape[0], COUNT, WIDTH))
-            loaded = tl.reshape(wide, numbers.shape)
-    return loaded
-
-
-@triton.jit
-def scaled(
-    numbers: tl.tensor, scales: tl.tensor, zeros: tl.tensor, offsets: tl.tensor, places: tl.tensor, inside: tl.tensor,
-    ZERO: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Return the weights of numbers. places: see ``load_for``. inside: mask of the places; None: all. ZERO: see
-    ``DeviceCodes``.
-    """
-    if zeros is not None:
-        numbers -= load_for(numbers, zeros, places, inside)
-    elif ZERO > 0:
-        numbers -= ZERO
-    numbers *= load_for(numbers, scales, places, inside)
-    if offsets is not None:
-        numbers += load_for(numbers, offsets, places, inside)
-    return numbers
-
-
-@triton.jit
-def weights_of(
-    words: tl.tensor, like: tl.tensor, lines: tl.tensor, start: tl.tensor, num_lines: tl.tensor, scales: tl.tensor,
-    offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, GROUP: tl.constexpr, ZERO: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Convert words [lines, N] int16 of a piece of 4-bit codes to four parts of the weights, each [lines, N].
-
-    like: a tensor; weights are rounded to its dtype. lines: [lines, 1], of num_lines. start: the first column.
-    GROUP, ZERO: see ``DeviceCodes``.
-    """
-    N: tl.constexpr = words.shape[1]
-    IS_REGULAR: tl.constexpr = GROUP // (4 * N) * (4 * N) == GROUP or 4 * N % GROUP == 0
-    narrow = like.dtype
-    IS_MXFP4: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    HAS_FACTORS: tl.constexpr = DEPENDENT and table is None and not IS_MXFP4 and narrow != tl.float32
-    factors, weights = (), ()
-    for index in tl.static_range(4):
-        if index * N % GROUP == 0 or not IS_REGULAR:  # otherwise the group is the previous one
-            columns = start + index * N
-            if GROUP // N * N != GROUP:
-                columns = columns + tl.arange(0, N)[None, :]
-            group = lines + columns // GROUP * num_lines
-        if HAS_FACTORS:
-            if index * N % GROUP == 0 or not IS_REGULAR:
-                scale = tl.load(scales + group)
-                if offsets is not None:
-                    # an integer that is subtracted from codes, and a rest that may be rounded like a scale
-                    offset = tl.load(offsets + group)
-                    zero = tl.minimum(tl.maximum(tl.floor(0.5 - offset / scale), 0.0), MAX_ZERO)
-                    rest = (offset + zero * scale).to(narrow)
-                else:
-                    rest = tl.zeros((words.shape[0], 1), narrow)
-                    if zeros is None:
-                        zero = tl.full((words.shape[0], 1), max(ZERO, 0), tl.float32)
-                    else:
-                        zero = tl.load(zeros + group)
-                zero, scale = (zero * -_STEP).to(narrow), (scale / _STEP).to(narrow)
-            factors += (zero, scale, rest)
-        elif DEPENDENT and IS_MXFP4 and narrow == tl.bfloat16:
-            if index * N % GROUP == 0 or not IS_REGULAR:
-                scale = as_scales(tl.load(scales + group)).to(narrow)
-            factors += (scale,)
-        else:
-            numbers = numbers_of(words >> 4 * index & 15, table, scales)
-            weights += (scaled(numbers, scales, zeros, offsets, group, None, ZERO).to(narrow),)
-    if len(factors) == 4:
-        weights = tl.inline_asm_elementwise(
-            _ASM_MXFP4_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
-            dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif len(factors) == 12:
-        ASM: tl.constexpr = _ASM_BF16 if narrow == tl.bfloat16 else _ASM_FP16
-        weights = tl.inline_asm_elementwise(
-            ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [
-                words, factors[0], factors[1], factors[2], factors[3], factors[4], factors[5], factors[6], factors[7],
-                factors[8], factors[9], factors[10], factors[11],
-            ],
-            dtype=(narrow, narrow, narrow, narrow), is_pure=True, pack=2,
-        )  # fmt: skip
-    return weights
-
-
-@triton.jit
-def joined(parts: tl.tuple) -> tl.tensor:
-    """Join the parts of ``weights_of``: [lines, 4 N]."""
-    LINES: tl.constexpr = parts[0].shape[0]
-    N: tl.constexpr = parts[0].shape[1]
-    pairs = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-    return tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (LINES, 4 * N))
-
-
-def _weights_asm(kind: str, first: int, second: int) -> str:
-    """Return the instructions that convert two words, with four zeros, scales and offsets for each.
-
-    A 16-bit float whose high byte is 0 is its low byte times the smallest subnormal. So codes in bits 0 to 3 only need
-    the factor ``first``, and codes in bits 4 to 7 the factor ``second``, to become codes times ``_STEP``.
-    """
-    lines = [f"{{ .reg .b32 a, b, c, d; mov.b32 c, {first:#x}; mov.b32 d, {second:#x}; shr.b32 b, $4, 8;"]
-    for index in range(4):
-        word, mask, factor = "$4" if index < 2 else "b", 0x00F000F0 if index % 2 else 0x000F000F, "cd"[index % 2]
-        zero, scale, offset = (f"${5 + 3 * index + operand}" for operand in range(3))
-        lines.append(f"and.b32 a, {word}, {mask:#x}; fma.rn.{kind}x2 a, a, {factor}, {zero};")
-        lines.append(f"fma.rn.{kind}x2 ${index}, a, {scale}, {offset};")
-    return " ".join([*lines, "}"])
-
-
-_STEP = tl.constexpr(2.0**-9)
-_ASM_BF16 = tl.constexpr(_weights_asm("bf16", 0x7D807D80, 0x7B807B80))  # 2 ** 124, 2 ** 120
-_ASM_FP16 = tl.constexpr(_weights_asm("f16", 0x78007800, 0x68006800))  # 2 ** 15, 2 ** 11
-
-
-@triton.jit
-def _narrowed(numbers: tl.tensor, vectors: tl.tensor) -> tl.tensor:
-    """Convert int8 or fp8 numbers to the dtype of ``vectors``, exactly."""
-    if DEPENDENT and numbers.dtype == tl.int8 and vectors.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_ASM_INT8, "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return numbers.to(tl.float32).to(vectors.dtype)
-
-
-_ASM_INT8 = tl.constexpr(
-    # bytes 0 and 1, then 2 and 3: 128 + (low 7 bits), minus 128 or 256
-    """{ .reg .b32 a, b;
-    prmt.b32 a, $2, 0, 0x4140;
-    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $0, b, a;
-    prmt.b32 a, $2, 0, 0x4342;
-    lop3.b32 b, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 a, a, 0x00800080, 0x43004300, 0xEA; sub.bf16x2 $1, b, a; }"""
-)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     bias: tl.tensor, partials: tl.tensor, num_done: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
@@ -244,12 +82,18 @@ def _matmul_kernel(
     SIZE: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Multiply some rows by some lines, over a split of the inputs. 4-bit codes are multiplied piece by piece.
+
+    8-bit numbers are multiplied before they are scaled, if possible: the sum of all inputs is scaled if an output has
+    one scale, or the sum of a block if all of its inputs have the same scale.
+    """
     split, first_row = tl.program_id(1), tl.program_id(2) * ROWS
     first = split * (SIZE // SPLITS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
     rows = first_row + tl.arange(0, ROWS)[None, :]
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     clamped = tl.minimum(outputs, num_outputs - 1)
+    codes = scales, offsets, zeros, table, num_outputs
     PER_ITEM: tl.constexpr = 1 if BITS == 8 else 4
     PART: tl.constexpr = PIECE // 4
     line_pointers = weight + clamped.to(tl.int64) * (SIZE // PER_ITEM)
@@ -263,35 +107,28 @@ def _matmul_kernel(
             numbers = tl.load(line_pointers + columns[None, :])
             vectors = tl.load(x + rows * SIZE + columns[:, None], mask=is_row, other=0.0)
             if GROUP == SIZE and offsets is None:
-                total = tl.dot(_narrowed(numbers, vectors), vectors, total)
+                total = tl.dot(narrowed(numbers, vectors), vectors, total)
             elif GROUP % BLOCK == 0 and offsets is None:
-                total += tl.dot(_narrowed(numbers, vectors), vectors) * tl.load(scales + group)
+                total += tl.dot(narrowed(numbers, vectors), vectors) * tl.load(scales + group)
             else:
                 groups = group + tl.arange(0, (BLOCK + GROUP - 1) // GROUP)[None, :] * num_outputs
-                numbers = scaled(numbers.to(tl.float32), scales, None, offsets, groups, None, -1)
+                numbers = scaled(numbers.to(tl.float32), scales, offsets, None, groups, None, -1)
                 total = tl.dot(numbers.to(vectors.dtype), vectors, total)
         else:
             for piece in tl.static_range(BLOCK // PIECE):
                 place = start + piece * PIECE
                 words = tl.load(line_pointers + place // 4 + tl.arange(0, PART)[None, :])
                 vectors = tl.load(x + rows * SIZE + place + tl.arange(0, PIECE)[:, None], mask=is_row, other=0.0)
-                parts = weights_of(
-                    words, vectors, clamped, place, num_outputs, scales, offsets, zeros, table, GROUP, ZERO
-                )
-                total = tl.dot(joined(parts), vectors, total)
-    is_last = True
-    if SPLITS > 1:
-        total, is_last = with_other_splits(total, partials, num_done, tile, split, SPLITS)
-    if is_last:
+                weights = joined(weights_of(words, codes, clamped, place, GROUP, ZERO, vectors.dtype))
+                total = tl.dot(weights, vectors, total)
+    total, all_done = with_other_splits(total, partials, num_done, tile, split, SPLITS)
+    if all_done:
         if BITS == 8 and GROUP == SIZE and offsets is None:
             total *= tl.load(scales + clamped)
         if bias is not None:
             total += tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
         inside = is_row & (outputs < num_outputs)
         tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
-
-
-_matmul = KernelLauncher(_matmul_kernel)
 
 
 def serves_vector(codes: DeviceCodes) -> bool:
@@ -322,19 +159,20 @@ def serves(size: int, group: int, bits: int) -> bool:
 
 def max_rows(codes: DeviceCodes) -> int:
     """Return the maximum number of rows with which ``matmul`` is faster than dequantizing the weight first."""
-    return 2 * MAX_ROWS if codes.bits == 4 and codes.table is None and codes.offsets is None else MAX_ROWS
+    return 2 * MAX_CODE_ROWS if codes.bits == 4 and codes.table is None and codes.offsets is None else MAX_CODE_ROWS
 
 
 @lru_cache(maxsize=1024)
-def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> Programs:
+def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_rows: int) -> CodePrograms:
     """Return the programs, as measured on an H200 for the layers of an 8B model."""
     is_large = num_outputs >= MANY_OUTPUTS
     if bits == 8:
-        few, many = Tile(64, ROWS, 4, 2 * PROCESSORS, size // 4), Tile(128, ROWS, 8, PROCESSORS, size // 4)
-        tile = few if num_rows <= ROWS else many
+        tile = CodeTile(64, SMALL_ROWS, 4, 2 * PROCESSORS, size // 4)
+        if num_rows > SMALL_ROWS:
+            tile = CodeTile(128, SMALL_ROWS, 8, PROCESSORS, size // 4)
     else:
         tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
-        if size > MANY_INPUTS and num_rows <= ROWS // 2 and not is_large:
+        if size > MANY_INPUTS and num_rows <= SMALL_ROWS // 2 and not is_large:
             tile = tile._replace(programs=2 * tile.programs)
     rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), tile.rows)
     tiles, splits = -(-num_outputs // tile.outputs) * -(-num_rows // rows), 1
@@ -345,14 +183,15 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
         has_long_blocks, stages = num_rows == 1 and group % (2 * PIECES[0]) == 0, 4 if splits == 1 else 3
     else:
         has_long_blocks = rows in (8, 32) if is_large else rows == 32 and splits == 4 and is_crowded
-        stages = 3 if has_long_blocks or rows > ROWS or (rows == ROWS and not is_large and is_crowded) else 4
+        is_large_tile = rows > SMALL_ROWS or (rows == SMALL_ROWS and not is_large and is_crowded)
+        stages = 3 if has_long_blocks or is_large_tile else 4
     block = 2 * PIECES[0] if has_long_blocks and size % (2 * splits * PIECES[0]) == 0 else PIECES[0]
-    return Programs(tile.outputs, block, splits, stages, tile.warps, rows)
+    return CodePrograms(tile.outputs, block, splits, stages, tile.warps, rows)
 
 
 def num_tiles(num_outputs: int) -> int:
     """Return the maximum number of output tiles. Each needs a counter."""
-    return -(-num_outputs // OUTPUTS) * -(-MAX_ROWS // ROWS)
+    return -(-num_outputs // LEAST_OUTPUTS) * -(-MAX_CODE_ROWS // SMALL_ROWS)
 
 
 def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:
@@ -368,107 +207,12 @@ def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor)
     sizes = size, codes.group, codes.bits, codes.zero, rows, outputs, block, splits, stages
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table, bias
     arguments = (x, *tensors, partials, num_done, out, num_rows, num_outputs, *sizes)
-    key = (x.dtype, num_outputs, sizes, num_warps, *(None if own is None else own.dtype for own in tensors))
-    _matmul(grid, (*key, *alignments(x, codes.numbers)), arguments, options(num_warps))
+    key = (*dtypes(x, *tensors), num_outputs, sizes, num_warps, *alignments(x, codes.numbers))
+    _matmul_kernel(grid, key, arguments, options(num_warps))
     return out
 
 
-class DeviceCodes(NamedTuple):
-    """``Codes`` in the layout of the kernels.
-
-    Attributes:
-        numbers: [O, I] int8 or fp8, or 4-bit codes [O, I / 4] int16.
-        scales: [G, O] fp32, or uint8 (see ``Codes``).
-        offsets: [G, O] fp32; None: 0.
-        zeros: [G, O] fp32: integers that are subtracted from codes before they are scaled; None: see ``zero``.
-        table: [16] fp32.
-        group: inputs that share a scale.
-        zero: is subtracted from all codes before they are scaled; -1: nothing is.
-    """
-
-    numbers: Tensor
-    scales: Tensor
-    offsets: Tensor | None
-    zeros: Tensor | None
-    table: Tensor | None
-    bits: int
-    group: int
-    zero: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """O and I."""
-        return self.numbers.shape[0], self.numbers.shape[1] * (1 if self.bits == 8 else 4)
-
-    def restored(self, order: Tensor | None = None) -> Codes:
-        """Undo ``device_codes``. order: [I], see ``Codes``."""
-        packed = self.numbers if self.bits == 8 else self.numbers.view(torch.uint8)
-        offsets = self.offsets
-        if self.zeros is not None:
-            offsets = -self.zeros * self.scales
-        elif self.zero > 0:
-            offsets = -self.zero * self.scales
-        offsets = None if offsets is None else offsets.t()
-        return Codes(packed, self.scales.t(), offsets, self.bits, order, self.table)
-
-
-def device_codes(codes: Codes) -> DeviceCodes:
-    """Prepare codes for the kernels."""
-    scales, zeros, zero = codes.scales.t().contiguous(), None, -1
-    offsets = None if codes.offsets is None else codes.offsets.t().contiguous()
-    if codes.bits == 4 and codes.table is None:
-        exact = torch.zeros_like(scales) if offsets is None else -offsets / scales
-        exact = torch.where(exact.isnan(), float(MIDDLE), exact)  # scale and offset are 0: any number is correct
-        integers = exact.round()
-        if (exact - integers).abs().max() < _EXACT and integers.min() >= 0 and integers.max() <= MAX_ZERO.value:
-            offsets, zeros = None, integers
-            if (integers == integers[0, 0]).all():
-                zeros, zero = None, int(integers[0, 0])
-    numbers = codes.packed if codes.bits == 8 else codes.packed.view(torch.int16)
-    return DeviceCodes(numbers, scales, offsets, zeros, codes.table, codes.bits, codes.group, zero)
-
-
-def _mxfp4_asm(*, has_scales: bool) -> str:
-    """Return the instructions that convert two words of MXFP4 codes to bf16, and multiply them by four scales.
-
-    Each code is moved to the places of sign, exponent and mantissa, which divides it by 2 ** 126.
-    """
-    lines = ["{ .reg .b32 a, b;"]
-    for index in range(4):
-        shift, result = 6 - 4 * index, "b" if has_scales else f"${index}"
-        lines.append(f"shl.b32 a, $4, {12 - 4 * index};")
-        lines.append(f"shl.b32 b, $4, {shift};" if shift > 0 else f"shr.b32 b, $4, {-shift};")
-        lines.append("and.b32 a, a, 0x80008000;")
-        lines.append(f"lop3.b32 {result}, b, 0x01C001C0, a, 0xEA;")  # (b & mask) | a
-        if has_scales:
-            lines.append(f"mul.rn.bf16x2 ${index}, b, ${5 + index};")
-    return " ".join([*lines, "}"])
-
-
-_ASM_MXFP4_SCALED = tl.constexpr(_mxfp4_asm(has_scales=True))
-_ASM_MXFP4 = tl.constexpr(_mxfp4_asm(has_scales=False))
-
-
-@triton.jit
-def numbers_of_words(words: tl.tensor, table: tl.tensor, scales: tl.tensor, PER_WORD: tl.constexpr) -> tl.tuple:
-    """Return ``numbers_of`` each code of words: of 1 code with 8 bits, or of 4 codes with 4 bits."""
-    numbers = ()
-    if PER_WORD == 1:
-        numbers += (numbers_of(words, table, scales),)
-    elif DEPENDENT and scales.dtype.element_ty == tl.uint8:
-        codes = tl.inline_asm_elementwise(
-            _ASM_MXFP4, "=r,=r,=r,=r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-        for index in tl.static_range(4):
-            numbers += (codes[index].to(tl.float32),)
-    else:
-        for index in tl.static_range(4):
-            numbers += (numbers_of(words >> 4 * index & 15, table, scales),)
-    return numbers
-
-
-@triton.jit
+@kernel()
 def _dequantize_kernel(
     weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -479,11 +223,11 @@ def _dequantize_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     values = tl.load(weight + output * SIZE + columns, mask=inside).to(tl.float32)
-    values = scaled(values, scales, None, offsets, output + columns // GROUP * num_outputs, inside, -1)
+    values = scaled(values, scales, offsets, None, output + columns // GROUP * num_outputs, inside, -1)
     tl.store(out + output * SIZE + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel()
 def _dequantize_words_kernel(
     weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor, out: tl.tensor,
     num_outputs: tl.tensor,
@@ -496,14 +240,10 @@ def _dequantize_words_kernel(
     places = lines.to(tl.int64) * (SIZE // 4) + tl.program_id(0) * WIDTH
     words = tl.load(weight + places + tl.arange(0, WIDTH)[None, :])
     start = tl.program_id(0) * (4 * WIDTH)
-    like = tl.zeros((1,), out.dtype.element_ty)
-    parts = weights_of(words, like, lines, start, num_outputs, scales, offsets, zeros, table, GROUP, ZERO)
+    codes = scales, offsets, zeros, table, num_outputs
+    parts = weights_of(words, codes, lines, start, GROUP, ZERO, out.dtype.element_ty)
     for index in tl.static_range(4):
         tl.store(out + places * 4 + (tl.arange(0, WIDTH) + index * WIDTH)[None, :], parts[index])
-
-
-_dequantize = KernelLauncher(_dequantize_kernel)
-_dequantize_words = KernelLauncher(_dequantize_words_kernel)
 
 
 def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
@@ -511,13 +251,12 @@ def dequantize(codes: DeviceCodes, dtype: torch.dtype) -> Tensor:
     num_outputs, size = codes.shape
     out = torch.empty((num_outputs, size), dtype=dtype, device=codes.numbers.device)
     tensors = codes.numbers, codes.scales, codes.offsets, codes.zeros, codes.table
-    key = (dtype, codes.shape, codes.group, codes.zero, *(None if own is None else own.dtype for own in tensors))
-    key = (*key, *alignments(codes.numbers))
+    key = (dtype, *dtypes(*tensors), codes.shape, codes.group, codes.zero, *alignments(codes.numbers))
     if codes.bits == 8:
         arguments = (*tensors[:3], out, num_outputs, size, codes.group, 1024)
-        _dequantize((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
+        _dequantize_kernel((num_outputs, -(-size // 1024), 1), key, arguments, options(4))
     else:
         piece = piece_of(size)
-        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, LINES)
-        _dequantize_words((size // piece, -(-num_outputs // LINES), 1), key, arguments, options(4))
+        arguments = (*tensors, out, num_outputs, size, codes.group, codes.zero, piece // 4, DEQUANTIZED_LINES)
+        _dequantize_words_kernel((size // piece, -(-num_outputs // DEQUANTIZED_LINES), 1), key, arguments, options(4))
     return out

@@ -1,6 +1,12 @@
-"""Product of 4-bit codes with one row on a GPU (``code_linear``): x [1, I], codes [O, I] -> [1, O]. G groups.
+"""Product of 4-bit codes with one row on a GPU (``code_linear``): x [1, I], codes [O, I] -> [1, O].
 
 Tensor cores read the codes as they are in memory: converting them to fp32 takes longer than reading them.
+
+Programs: each computes ``OUTPUTS`` outputs over all inputs, in blocks. A lane multiplies 32 neighboring columns of a
+block.
+
+Sums: the products of a lane are added by tensor cores, and scaled. A lane adds its sums of all blocks in fp32, from the
+first to the last. Then the lanes are added.
 """
 
 from __future__ import annotations
@@ -14,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.codes import PIECES
+from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import DEPENDENT, wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import activated
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS
 
 OUTPUTS = tl.constexpr(8)
 """Of a program: the scales of a group fill a sector of memory."""
-FEW_OUTPUTS, MANY_OUTPUTS = 4096, 16_384
 
 
 def _vector_asm() -> str:
@@ -67,17 +73,15 @@ def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[
     HEIGHT: tl.constexpr = first.shape[0]
     LANES: tl.constexpr = first.shape[1] // 4
     if DEPENDENT:
-        scaled_vectors = ()
+        operands = (first, second)
         for index in tl.static_range(4):
             factor = tl.full(vectors[0].shape, 0x5E805E80 if index % 2 else 0x60806080, tl.int32)  # 2 ** 62, 2 ** 66
-            scaled_vectors += (
+            operands += (
                 tl.inline_asm_elementwise(_TIMES, "=r,r,r", [vectors[index], factor], tl.int32, is_pure=True, pack=1),
             )
         products = tl.inline_asm_elementwise(
-            _VECTOR_ASM, _VECTOR_REGISTERS,
-            [first, second, scaled_vectors[0], scaled_vectors[1], scaled_vectors[2], scaled_vectors[3]],
-            dtype=tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
+            _VECTOR_ASM, _VECTOR_REGISTERS, operands, dtype=tl.float32, is_pure=True, pack=4
+        )
         even, odd = tl.split(tl.reshape(products, (HEIGHT, LANES, 2, 2)))
         lane = tl.arange(0, LANES)[None, :, None]
         own = tl.where(lane // 4 % 2 == 0, even, odd)
@@ -95,7 +99,7 @@ def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[
     return sums
 
 
-@triton.jit
+@kernel()
 def _code_vector_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, bias: tl.tensor,
     out: tl.tensor, num_outputs: tl.tensor,
@@ -183,9 +187,6 @@ def _scaled_sums(
     return sums
 
 
-_code_vector = KernelLauncher(_code_vector_kernel)
-
-
 def serves(num_outputs: int, group: int) -> bool:
     """Return whether ``matmul`` supports codes with these outputs and inputs per scale."""
     return num_outputs % OUTPUTS.value == 0 and group % PIECES[0] == 0
@@ -205,7 +206,7 @@ def matmul(
     block = min(block, max(next_power_of_2(size), 1024))
     out = torch.empty((1, num_outputs // 2 if is_gated else num_outputs), dtype=x.dtype, device=x.device)
     sizes = size, group, zero, block, is_gated
-    key = (num_outputs, sizes, *(None if own is None else own.dtype for own in tensors), *alignments(x, words))
+    key = (num_outputs, sizes, *dtypes(*tensors), *alignments(x, words))
     arguments = (x, words, *tensors, out, num_outputs, *sizes)
-    _code_vector((num_outputs // OUTPUTS.value, 1, 1), key, arguments, options(block // 1024))
+    _code_vector_kernel((num_outputs // OUTPUTS.value, 1, 1), key, arguments, options(block // 1024))
     return out

@@ -1,8 +1,11 @@
-"""Attention of rows of one token, over pages on a GPU.
+"""Attention of rows of one token, over pages on a GPU: softmax(q k^T * scale) v, q [T, H, E] -> [T, H, E].
 
 The positions of a row are divided into splits (split-KV, ``attention/_gpu_splits.py``). A program computes a split for
 one kv head: it reads keys and values once for all query heads of this kv head. The program that finishes last merges
-the splits of a row in order, so that the sum is the same in every run.
+the splits of a row.
+
+Sums: blocks of positions are added to a running softmax from first to last, and splits are merged in order. So the
+result is the same in every run, but it depends on the splits, which depend on the other rows.
 
 A row may also be several tokens of a request (``DecodeRows.most_tokens``): then they read its keys and values together.
 
@@ -19,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.dependent import start_next_and_wait, wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.dependent import is_last, start_next_and_wait, wait
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.scores import (
     MASKED,
     NO_RULES,
@@ -39,6 +42,7 @@ LEAST_QUERIES = 16
 MOST_QUERIES = 32
 """Maximum query heads of all tokens of a row, for one kv head."""
 STAGES = tl.constexpr(2)
+"""Blocks of positions in flight."""
 ONE_ROW_SPLITS = tl.constexpr(32)
 """Maximum entries for the splits of one row."""
 
@@ -149,18 +153,17 @@ def _attend_split(
     else:
         split_heads = tl.program_id(1) * ALL_HEADS + token_heads
         store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
-        tl.debug_barrier()  # all threads must have stored before one increments the counter
-        if tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == count - 1:
+        if is_last(done, count):
             sources = first_split * ALL_HEADS + token_heads
             whole = nothing_attended(QUERIES, HEAD_SIZE)
             for index in tl.range(0, count, loop_unroll_factor=4):
-                source = sources + index * ALL_HEADS  # the loads bypass L1: other programs wrote the splits
+                source = sources + index * ALL_HEADS
                 whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
             _finish(whole, *finished)
             tl.store(done, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
+@kernel(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
     num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
@@ -198,9 +201,6 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
-_decode = KernelLauncher(_decode_kernel)
-
-
 def decode(
     q: Tensor,
     pool: tuple[Tensor, Tensor],
@@ -231,6 +231,6 @@ def decode(
     sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_queries
     tensors = (q, *pool, *rows[:5], sums, stats, out)
     alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
-    key = (q.dtype, pool[0].dtype, sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
+    key = (*dtypes(q, pool[0]), sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
-    _decode((num_kv_heads, max_splits, 1), key, arguments, options(4))
+    _decode_kernel((num_kv_heads, max_splits, 1), key, arguments, options(4))

@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: a kernel starts while the previous kernel still runs.
+"""How kernels wait for each other (programmatic dependent launch), and which program of a tile finishes last.
+
+With programmatic dependent launch, a kernel starts while the previous kernel still runs.
 
 A kernel must not read results of the previous kernel before it has waited. The functions below differ in when the next
 kernel starts:
@@ -61,3 +63,14 @@ def wait_between_products() -> None:
     wait()
     if tl.num_programs(0) > 1:
         start_next()
+
+
+@triton.jit
+def is_last(num_done: tl.tensor, num_programs: tl.tensor) -> tl.tensor:
+    """Count this program, and return whether all ``num_programs`` are counted now.
+
+    The last one may read what the others have stored before, with loads that bypass L1 (cache modifier ".cg"). It must
+    set the counter ``num_done`` to 0 again.
+    """
+    tl.debug_barrier()  # all threads must have stored before one increments the counter
+    return tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu") == num_programs - 1

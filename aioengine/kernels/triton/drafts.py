@@ -1,5 +1,5 @@
 """Accept drafts on a GPU, and move the rows of the next step to their exact positions. ``runner.speculation.proposer``
-explains why the host does not know these.
+explains why the host does not know these. A program has one row.
 
 R rows of a step, T tokens, B rows of a graph, C columns, P page ids, X entries.
 """
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
-from aioengine.kernels.triton.launcher import KernelLauncher
+from aioengine.kernels.triton.launcher import kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"], do_not_specialize_on_alignment=["spans", "token_ids", "sources"])
+@kernel(do_not_specialize=["num_rows", "stride"], do_not_specialize_on_alignment=["spans", "token_ids", "sources"])
 def _accept_kernel(
     spans: tl.tensor, num_rows: tl.tensor, token_ids: tl.tensor, sources: tl.tensor, last_tokens: tl.tensor,
     rejected: tl.tensor, stride: tl.tensor,
@@ -40,9 +39,6 @@ def _accept_kernel(
     tl.store(rejected + row, (num_planned - count).to(tl.int32))
 
 
-_accept = KernelLauncher(_accept_kernel)
-
-
 def accept(spans: Tensor, token_ids: Tensor, sources: Tensor, last_tokens: Tensor, rejected: Tensor) -> None:
     """Accept the first drafts of each row that equal the tokens sampled at their positions.
 
@@ -58,10 +54,10 @@ def accept(spans: Tensor, token_ids: Tensor, sources: Tensor, last_tokens: Tenso
     """
     num_rows = spans.shape[1]
     arguments = spans, num_rows, token_ids, sources, last_tokens, rejected, len(rejected) - 1
-    _accept((num_rows, 1, 1), None, arguments, {"num_warps": 1})
+    _accept_kernel((num_rows, 1, 1), None, arguments, {"num_warps": 1})
 
 
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["starts", "page_ids"])
+@kernel(do_not_specialize=["stride"], do_not_specialize_on_alignment=["starts", "page_ids"])
 def _move_kernel(
     columns: tl.tensor, stride: tl.tensor, starts: tl.tensor, page_ids: tl.tensor, rejected: tl.tensor,
     INDEX: tl.constexpr, SAMPLED: tl.constexpr, PAGE_SIZE: tl.constexpr, LAG: tl.constexpr,
@@ -88,9 +84,6 @@ def _move_kernel(
         tl.store(row + SAMPLED * stride, sampled)
 
 
-_move = KernelLauncher(_move_kernel)
-
-
 def move_rows(
     columns: Tensor, pages: tuple[Tensor, Tensor], rejected: Tensor, *, sampled: int, page_size: int, lag: int
 ) -> None:
@@ -109,4 +102,4 @@ def move_rows(
     """
     num_columns, num_rows = columns.shape
     sizes = num_columns - 1, sampled, page_size, lag
-    _move((num_rows, 1, 1), sizes, (columns, num_rows, *pages, rejected, *sizes), {"num_warps": 1})
+    _move_kernel((num_rows, 1, 1), sizes, (columns, num_rows, *pages, rejected, *sizes), {"num_warps": 1})

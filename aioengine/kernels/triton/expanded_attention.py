@@ -4,6 +4,9 @@ One matmul first expands the latent vectors to keys and values per head, packed 
 key has N expanded elements and P rotated elements shared by all heads. Per head, query and position this needs
 N + P + O multiplications, the absorbed form 2 V + P.
 
+A program computes one head of a tile of tokens of one row. Blocks of positions are added to a running softmax from
+first to last. The result depends on the tile and on the block, so it is not batch-invariant.
+
 T tokens, C positions of all rows, H query heads, N plain and P rotated elements of a key, O value size, V latent size.
 """
 
@@ -14,13 +17,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, tokens_of
 from aioengine.kernels.triton.invariant_linear import loaded
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended
 
 LARGE = AttentionTile(128, 64, 8, 3)
@@ -28,7 +30,9 @@ LARGE = AttentionTile(128, 64, 8, 3)
 SMALL = AttentionTile(64, 64, 4, 3)
 """For fewer tokens: 512 tokens after 3584 positions take 63 us, with large tiles 87."""
 ENOUGH_PROGRAMS = 256
+"""With fewer large tiles, small ones are faster."""
 HOPPER_BYTES = 232_448
+"""Shared memory per program."""
 
 
 def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
@@ -36,7 +40,7 @@ def tile_for(num_tokens: int, num_heads: int) -> AttentionTile:
     return LARGE if -(-num_tokens // LARGE.rows) * num_heads >= ENOUGH_PROGRAMS else SMALL
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["first_page"],  # the stride has two specializations: multiples of 16, and other values
     do_not_specialize_on_alignment=["query_starts", "page_starts", "last_lengths", "tiles"],
 )
@@ -48,6 +52,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, ROTATED_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEY_COLUMNS: tl.constexpr, MORE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with one head of the tokens of one tile."""
     head = tl.program_id(0)
     tile_start, first_token, count, row_page, length = tokens_of(
         tiles, tl.program_id(1), query_starts, page_starts, last_lengths, PAGE_SIZE
@@ -90,9 +95,6 @@ def _attend_kernel(
     targets = out + (tokens * OUT_TOKEN)[:, None] + head * VALUE_SIZE + columns
     attended = (sums / total[:, None]).to(out.dtype.element_ty)
     tl.store(targets, attended, mask=is_there[:, None] & (columns < VALUE_SIZE))
-
-
-_attend = KernelLauncher(_attend_kernel)
 
 
 class ExpandedKV(NamedTuple):
@@ -149,4 +151,4 @@ def attend(q: Tensor, kv: ExpandedKV, rows: PagedRows, tiles: ExpandedTiles, *, 
     num_stages = _num_stages(tile, sum(columns_of[:2]), columns_of[2], q.itemsize)
     options = {"num_warps": tile.num_warps, "num_stages": num_stages}
     numbers = scale / math.log(2), first_page, stride
-    _attend((num_heads, len(starts), 1), key, (*tensors, *numbers, *sizes), options)
+    _attend_kernel((num_heads, len(starts), 1), key, (*tensors, *numbers, *sizes), options)

@@ -1,6 +1,7 @@
 """Products with the weights of experts on a GPU. The weights have 16 or 32 bits, or are ``DeviceCodes`` [E * O, I].
 
-Codes are converted in registers. A line is a row of this matrix: an output of an expert.
+``add_products`` multiplies a block of lines by a block of several vectors, with tensor cores. ``vector_products``
+multiplies lines by one vector, in fp32. Codes are converted in registers. A line is an output of an expert.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import Codes, piece_of
 from aioengine.kernels.expert_types import ExpertWeights, GateFunction
-from aioengine.kernels.triton.code_linear import (
+from aioengine.kernels.triton.device_codes import (
     DeviceCodes,
     device_codes,
     joined,
@@ -23,7 +24,7 @@ from aioengine.kernels.triton.code_linear import (
     weights_of,
 )
 from aioengine.kernels.triton.invariant_linear import loaded
-from aioengine.kernels.triton.launcher import alignments
+from aioengine.kernels.triton.launcher import alignments, dtypes
 
 RUN = 16
 """8-bit columns that a thread loads at once. Groups must have a multiple of this number."""
@@ -49,57 +50,56 @@ class CodeLayout(NamedTuple):
 @triton.jit
 def _places(
     lines: tl.tensor, num_lines: tl.tensor, first: tl.tensor, COUNT: tl.constexpr, STEP: tl.constexpr,
-    STORED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the places of the scales of lines [outputs] for COUNT runs of columns, STEP apart: [outputs, COUNT]."""
-    groups = tl.minimum((first + tl.arange(0, COUNT) * STEP) // STORED.group, STORED.num_groups - 1)
+    groups = tl.minimum((first + tl.arange(0, COUNT) * STEP) // LAYOUT.group, LAYOUT.num_groups - 1)
     return lines[:, None] + groups[None, :].to(tl.int64) * num_lines
 
 
 @triton.jit
 def add_products(
-    total: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, inputs: tl.tensor,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    total: tl.tensor, weight: tl.tensor, codes: tl.tuple, lines: tl.tensor, start: tl.tensor, vectors: tl.tensor,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Add the products of weight lines [outputs] with inputs [BLOCK, rows] to total [outputs, rows].
+    """Add the products of lines [outputs] with vectors [BLOCK, rows], a block of x, to total [outputs, rows].
 
-    codes: weight, scales, zeros, offsets, table and number of lines. start: the first input. 4-bit codes: the block is
-    a piece.
+    codes: see ``weights_of``. start: the first input. 4-bit codes: the block is a piece.
     """
-    PER_WORD: tl.constexpr = 1 if STORED is None else STORED.per_word
+    PER_WORD: tl.constexpr = 1 if LAYOUT is None else LAYOUT.per_word
     columns = start // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
-    pointers = codes[0] + lines[:, None] * (SIZE // PER_WORD) + columns[None, :]
+    pointers = weight + lines[:, None] * (SIZE // PER_WORD) + columns[None, :]
     weights = loaded(pointers, (columns < SIZE // PER_WORD)[None, :], IS_WHOLE)
-    if STORED is not None:
-        _, scales, zeros, offsets, table, num_lines = codes
+    if LAYOUT is not None:
+        scales, offsets, zeros, table, num_lines = codes
         if PER_WORD == 4:
-            tensors = num_lines, scales, offsets, zeros, table
-            weights = joined(weights_of(weights, inputs, lines[:, None], start, *tensors, STORED.group, STORED.zero))
+            weights = weights_of(weights, codes, lines[:, None], start, LAYOUT.group, LAYOUT.zero, vectors.dtype)
+            weights = joined(weights)
         else:
-            RUNS: tl.constexpr = BLOCK // STORED.group
-            COUNT: tl.constexpr = RUNS if STORED.num_groups > 1 and RUNS > 1 else 1
-            places = _places(lines, num_lines, start, COUNT, BLOCK // COUNT, STORED)
+            RUNS: tl.constexpr = BLOCK // LAYOUT.group
+            COUNT: tl.constexpr = RUNS if LAYOUT.num_groups > 1 and RUNS > 1 else 1
+            places = _places(lines, num_lines, start, COUNT, BLOCK // COUNT, LAYOUT)
             numbers = numbers_of(weights, table, scales)
-            weights = scaled(numbers, scales, zeros, offsets, places, None, STORED.zero).to(inputs.dtype)
-    return tl.dot(weights, inputs, total, input_precision="ieee")
+            weights = scaled(numbers, scales, offsets, zeros, places, None, LAYOUT.zero).to(vectors.dtype)
+    return tl.dot(weights, vectors, total, input_precision="ieee")
 
 
 @triton.jit
 def vector_parts(
     vector: tl.tensor, is_output: tl.tensor, start: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    STORED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Load inputs from ``start`` on in fp32 for each column of words, in the shape of the weights in
     ``vector_products``, and repeated for each output.
     """
     parts = ()
-    if STORED is None:
+    if LAYOUT is None:
         columns = start + tl.arange(0, BLOCK)[None, :] + tl.zeros((is_output.shape[0], 1), tl.int32)
         mask = is_output[:, None] & (columns < SIZE)
         parts += (tl.load(vector + columns, mask=mask, other=0.0).to(tl.float32),)
     else:
-        WIDTH: tl.constexpr = STORED.width
-        PER_WORD: tl.constexpr = STORED.per_word
+        WIDTH: tl.constexpr = LAYOUT.width
+        PER_WORD: tl.constexpr = LAYOUT.per_word
         STEP: tl.constexpr = PER_WORD * WIDTH
         columns = start + tl.arange(0, BLOCK // STEP)[:, None] * STEP + tl.arange(0, WIDTH)[None, :]
         columns = tl.expand_dims(columns, 0) + tl.zeros((is_output.shape[0], 1, 1), tl.int32)
@@ -110,13 +110,13 @@ def vector_parts(
 
 
 @triton.jit
-def vector_zeros(OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr) -> tl.tensor:
+def vector_zeros(OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr) -> tl.tensor:
     """Return zeros in the shape of the results of ``vector_products``."""
-    if STORED is None:
+    if LAYOUT is None:
         zeros = tl.zeros((OUTPUTS, BLOCK), tl.float32)
     else:
-        WIDTH: tl.constexpr = STORED.width
-        zeros = tl.zeros((OUTPUTS, BLOCK // (STORED.per_word * WIDTH), WIDTH), tl.float32)
+        WIDTH: tl.constexpr = LAYOUT.width
+        zeros = tl.zeros((OUTPUTS, BLOCK // (LAYOUT.per_word * WIDTH), WIDTH), tl.float32)
     return zeros
 
 
@@ -130,22 +130,22 @@ def line_sums(products: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def vector_products(
-    codes: tl.tuple, lines: tl.tensor, is_output: tl.tensor, start: tl.tensor, inputs: tl.tuple,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
+    weight: tl.tensor, codes: tl.tuple, lines: tl.tensor, is_output: tl.tensor, start: tl.tensor, vectors: tl.tuple,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return products of weight lines [outputs] with inputs. The sums over the dimensions but the first are results.
+    """Return products of lines [outputs] with ``vector_parts``. The sums over the dimensions but the first are results.
 
-    The shape is [outputs, BLOCK], or with codes [outputs, runs, words of a run]. codes: as in ``add_products``.
+    The shape is [outputs, BLOCK], or with codes [outputs, runs, words of a run]. codes: see ``weights_of``.
     """
-    weight, scales, zeros, offsets, table, num_lines = codes
-    if STORED is None:
+    scales, offsets, zeros, table, num_lines = codes
+    if LAYOUT is None:
         columns = start + tl.arange(0, BLOCK)[None, :]
         mask = is_output[:, None] & (columns < SIZE)
         pointers = weight + lines[:, None] * SIZE + columns
-        result = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * inputs[0]
+        result = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * vectors[0]
     else:
-        PER_WORD: tl.constexpr = STORED.per_word
-        WIDTH: tl.constexpr = STORED.width
+        PER_WORD: tl.constexpr = LAYOUT.per_word
+        WIDTH: tl.constexpr = LAYOUT.width
         COUNT: tl.constexpr = BLOCK // (PER_WORD * WIDTH)
         runs = tl.arange(0, COUNT)[:, None] * WIDTH
         places = tl.expand_dims(start // PER_WORD + runs + tl.arange(0, WIDTH)[None, :], 0)
@@ -156,8 +156,8 @@ def vector_products(
         result = tl.zeros(words.shape, tl.float32)
         numbers = numbers_of_words(words, table, scales, PER_WORD)
         for index in tl.static_range(PER_WORD):
-            own = _places(lines, num_lines, start + index * WIDTH, COUNT, PER_WORD * WIDTH, STORED)
-            result += scaled(numbers[index], scales, zeros, offsets, own, None, STORED.zero) * inputs[index]
+            own = _places(lines, num_lines, start + index * WIDTH, COUNT, PER_WORD * WIDTH, LAYOUT)
+            result += scaled(numbers[index], scales, offsets, zeros, own, None, LAYOUT.zero) * vectors[index]
     return result
 
 
@@ -194,12 +194,12 @@ class KernelWeight(NamedTuple):
 
     Attributes:
         arguments: the weight, the other tensors of codes, and the number of lines.
-        how: see ``CodeLayout``; None: the weight is not quantized.
+        layout: see ``CodeLayout``; None: the weight is not quantized.
         key: the facts that need other kernels.
     """
 
     arguments: tuple[Tensor | int | None, ...]
-    how: CodeLayout | None
+    layout: CodeLayout | None
     key: tuple[object, ...]
 
 
@@ -209,7 +209,7 @@ def stored_weight(weight: Tensor | DeviceCodes) -> KernelWeight:
         return KernelWeight((weight, None, None, None, None, 0), None, (weight.shape, *alignments(weight)))
     num_lines, size = weight.shape
     words = (1, RUN) if weight.bits == 8 else (4, piece_of(size) // 4)
-    how = CodeLayout(*words, weight.group, weight.scales.shape[0], weight.zero)
+    layout = CodeLayout(*words, weight.group, weight.scales.shape[0], weight.zero)
     tensors = weight.numbers, weight.scales, weight.offsets, weight.zeros, weight.table
-    key = how, weight.shape, *(None if own is None else own.dtype for own in tensors), *alignments(weight.numbers)
-    return KernelWeight((*tensors, num_lines), how, key)
+    key = layout, weight.shape, *dtypes(*tensors), *alignments(weight.numbers)
+    return KernelWeight((*tensors, num_lines), layout, key)

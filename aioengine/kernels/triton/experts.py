@@ -1,10 +1,16 @@
 """The gated MLPs of a mixture of experts on a GPU.
 
-With few tokens, pairs are multiplied one by one: a program reads several rows of an expert's weight. More tokens are
-multiplied in tiles of pairs of one expert. The weight is the left operand, so that its outputs are the rows of the
-tensor core instruction. The K results of a token are added in the order in which its experts were chosen.
+Programs:
 
-T tokens, D model size, I inner size, E experts, K experts per token, P = T * K (token, expert) pairs, O outputs of a
+- With few tokens, a program multiplies one pair by some lines of its expert (``_vector_gated_kernel``), and then one
+  token's K pairs by the same lines of K experts (``_vector_down_kernel``).
+- More tokens are multiplied in tiles of pairs of one expert (``_tiled_kernel``, twice). The weight is the left operand,
+  so that its outputs are the rows of the tensor core instruction. Then ``_sum_kernel`` adds the pairs of each token.
+
+Sums: in fp32. Tiles add over the inputs from first to last. The K results of a token are added in the order in which
+its experts were chosen, then the shared experts. With ``batch_invariant``, all rows use one tile size.
+
+T tokens, D hidden size, F inner size, E experts, K experts per token, P = T * K (token, expert) pairs, O outputs of a
 weight. A line is one output of one expert (``expert_codes``).
 """
 
@@ -21,8 +27,10 @@ from torch import Tensor
 
 from aioengine.kernels.codes import piece_of
 from aioengine.kernels.expert_types import ChosenExperts, GateFunction, SharedOutputs
-from aioengine.kernels.triton.code_linear import DeviceCodes, dequantize
+from aioengine.kernels.triton.activation import silu_of
+from aioengine.kernels.triton.code_linear import dequantize
 from aioengine.kernels.triton.dependent import wait_and_start_next
+from aioengine.kernels.triton.device_codes import DeviceCodes
 from aioengine.kernels.triton.expert_codes import (
     DeviceWeights,
     add_products,
@@ -32,19 +40,9 @@ from aioengine.kernels.triton.expert_codes import (
     vector_products,
     vector_zeros,
 )
-from aioengine.kernels.triton.invariant_linear import loaded
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, options
+from aioengine.kernels.triton.invariant_linear import Tile, loaded
+from aioengine.kernels.triton.launcher import alignments, kernel, options
 from aioengine.kernels.triton.routing import Tiling, align
-
-
-class ExpertTile(NamedTuple):
-    """The tile of a program: pairs (``rows``) and outputs. ``block``: inputs that it loads at once."""
-
-    rows: int
-    outputs: int
-    block: int
-    stages: int
-    warps: int
 
 
 @triton.jit
@@ -55,24 +53,24 @@ def _activate(gate: tl.tensor, up: tl.tensor, GATE: tl.constexpr, narrow: tl.con
         gate = tl.minimum(gate, GATE.limit)
         up = tl.minimum(tl.maximum(up, -GATE.limit), GATE.limit)
         return ((up + 1.0) * (gate / (1.0 + tl.exp(-gate * GATE.alpha)))).to(narrow)
-    return (gate / (1.0 + tl.exp(-gate))).to(narrow) * up.to(narrow)
+    return silu_of(gate).to(narrow) * up.to(narrow)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@kernel(do_not_specialize=["max_tiles"])
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
     max_tiles: tl.tensor,
     NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, STORED: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, GATE: tl.constexpr, LAYOUT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile: some pairs of one expert, and a block of outputs.
 
-    With GATE: x [T, D] -> activated [P, I], in the order of the tiling. Without: x [P, I] in this order -> [P, D], in
+    With GATE: x [T, D] -> activated [P, F], in the order of the tiling. Without: x [P, F] in this order -> [P, D], in
     the order of pairs. tiles: expert, start and end of the pairs in ``order``.
     """
     IS_GATED: tl.constexpr = GATE is not None
-    codes = (weight, scales, zeros, offsets, table, num_lines)
+    codes = scales, offsets, zeros, table, num_lines
     num_blocks = tl.cdiv(NUM_OUTPUTS, OUTPUTS)  # a constant, so that the compiler knows that stores are aligned
     tile = tl.program_id(0) // num_blocks
     outputs = tl.program_id(0) % num_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -83,18 +81,18 @@ def _tiled_kernel(
         is_row = rows < end
         rows = tl.where(is_row, rows, first)  # beyond the end, repeat the first row, which avoids a mask
         pairs = tl.load(order + rows)
-        vectors = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
+        places = (pairs // TOP_K if IS_GATED else rows).to(tl.int64) * SIZE
         lines = expert.to(tl.int64) * ((2 if IS_GATED else 1) * NUM_OUTPUTS)
         lines += tl.where(outputs < NUM_OUTPUTS, outputs, 0)
         columns = tl.arange(0, BLOCK)
-        x_pointers = x + vectors[None, :] + columns[:, None]
+        x_pointers = x + places[None, :] + columns[:, None]
         total, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
         IS_WHOLE: tl.constexpr = SIZE % BLOCK == 0
         for start in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
-            inputs = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
-            total = add_products(total, codes, lines, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
+            vectors = loaded(x_pointers + start, (start + columns < SIZE)[:, None], IS_WHOLE)
+            total = add_products(total, weight, codes, lines, start, vectors, SIZE, BLOCK, LAYOUT, IS_WHOLE)
             if IS_GATED:
-                up = add_products(up, codes, lines + NUM_OUTPUTS, start, inputs, SIZE, BLOCK, STORED, IS_WHOLE)
+                up = add_products(up, weight, codes, lines + NUM_OUTPUTS, start, vectors, SIZE, BLOCK, LAYOUT, IS_WHOLE)
         if bias is not None:
             total += tl.load(bias + lines).to(tl.float32)[:, None]
             if IS_GATED:
@@ -109,15 +107,15 @@ def _tiled_kernel(
         tl.store(out + targets.to(tl.int64)[None, :] * NUM_OUTPUTS + outputs[:, None], result, mask=is_inside)
 
 
-@triton.jit
+@kernel()
 def _vector_gated_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    GATE: tl.constexpr, STORED: tl.constexpr,
+    GATE: tl.constexpr, LAYOUT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a block of outputs of one pair: x [T, D] -> activated [P, I]."""
-    codes = (weight, scales, zeros, offsets, table, num_lines)
+    """Compute a block of outputs of one pair: x [T, D] -> activated [P, F]."""
+    codes = scales, offsets, zeros, table, num_lines
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -125,11 +123,11 @@ def _vector_gated_kernel(
     wait_and_start_next()
     expert = tl.load(experts + pair).to(tl.int64)
     lines = expert * (2 * num_outputs) + outputs
-    gate, up = vector_zeros(OUTPUTS, BLOCK, STORED), vector_zeros(OUTPUTS, BLOCK, STORED)
+    gate, up = vector_zeros(OUTPUTS, BLOCK, LAYOUT), vector_zeros(OUTPUTS, BLOCK, LAYOUT)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
-        inputs = vector_parts(vector, is_output, start, SIZE, BLOCK, STORED)
-        gate += vector_products(codes, lines, is_output, start, inputs, SIZE, BLOCK, STORED)
-        up += vector_products(codes, lines + num_outputs, is_output, start, inputs, SIZE, BLOCK, STORED)
+        parts = vector_parts(vector, is_output, start, SIZE, BLOCK, LAYOUT)
+        gate += vector_products(weight, codes, lines, is_output, start, parts, SIZE, BLOCK, LAYOUT)
+        up += vector_products(weight, codes, lines + num_outputs, is_output, start, parts, SIZE, BLOCK, LAYOUT)
     gate_sum, up_sum = line_sums(gate), line_sums(up)
     if bias is not None:
         gate_sum += tl.load(bias + lines, mask=is_output, other=0.0).to(tl.float32)
@@ -151,16 +149,16 @@ def _with_shared(
     return total
 
 
-@triton.jit
+@kernel()
 def _vector_down_kernel(
     x: tl.tensor, weight: tl.tensor, scales: tl.tensor, offsets: tl.tensor, zeros: tl.tensor, table: tl.tensor,
     num_lines: tl.tensor, bias: tl.tensor, out: tl.tensor, experts: tl.tensor, pair_weights: tl.tensor,
     shared: tl.tensor, gates: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    STORED: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a block of outputs of one token, the weighted sum over its experts: x [P, I] -> [T, D]."""
-    codes = (weight, scales, zeros, offsets, table, num_lines)
+    """Compute a block of outputs of one token, the weighted sum over its experts: x [P, F] -> [T, D]."""
+    codes = scales, offsets, zeros, table, num_lines
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -174,21 +172,21 @@ def _vector_down_kernel(
         if bias is not None:
             total += tl.load(bias + lines[index], mask=is_output, other=0.0).to(tl.float32) * factors[index]
     vectors = x + token.to(tl.int64) * (TOP_K * SIZE)
-    products = vector_zeros(OUTPUTS, BLOCK, STORED)
+    products = vector_zeros(OUTPUTS, BLOCK, LAYOUT)
     for start in tl.range(0, SIZE, BLOCK, loop_unroll_factor=UNROLL):
         for index in tl.static_range(TOP_K):
-            inputs = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, STORED)
-            if STORED is None:
-                inputs = (inputs[0] * factors[index],)
-            part = vector_products(codes, lines[index], is_output, start, inputs, SIZE, BLOCK, STORED)
-            products += part if STORED is None else part * factors[index]
+            parts = vector_parts(vectors + index * SIZE, is_output, start, SIZE, BLOCK, LAYOUT)
+            if LAYOUT is None:
+                parts = (parts[0] * factors[index],)
+            own = vector_products(weight, codes, lines[index], is_output, start, parts, SIZE, BLOCK, LAYOUT)
+            products += own if LAYOUT is None else own * factors[index]
     total += line_sums(products)
     places = token.to(tl.int64) * num_outputs + outputs
     total = _with_shared(total, shared, gates, token, places, is_output)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
+@kernel()
 def _sum_kernel(
     parts: tl.tensor, pair_weights: tl.tensor, out: tl.tensor, shared: tl.tensor, gates: tl.tensor,
     num_outputs: tl.tensor, TOP_K: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -208,22 +206,17 @@ def _sum_kernel(
     tl.store(out + places, total.to(out.dtype.element_ty), mask=is_output)
 
 
-_tiled = KernelLauncher(_tiled_kernel)
-_vector_gated = KernelLauncher(_vector_gated_kernel)
-_vector_down = KernelLauncher(_vector_down_kernel)
-_sum = KernelLauncher(_sum_kernel)
-
 MAX_VECTOR_TOKENS = 4
 """Up to this number of tokens, each pair reads its expert separately, because few pairs share an expert."""
-FP32 = ExpertTile(16, 32, 32, 2, 4)
+FP32 = Tile(16, 32, 32, 2, 4)
 """The tile for fp32, which runs without tensor cores."""
-INVARIANT = ExpertTile(64, 64, 64, 4, 4)
+INVARIANT = Tile(64, 64, 64, 4, 4)
 """The tile for batch-invariant results."""
 TILES = (
-    (8, ExpertTile(16, 64, 128, 3, 4), ExpertTile(16, 64, 128, 3, 4)),
-    (20, ExpertTile(32, 64, 64, 5, 4), ExpertTile(32, 128, 64, 3, 4)),
-    (48, ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 3, 4)),
-    (math.inf, ExpertTile(128, 128, 64, 4, 8), ExpertTile(128, 256, 64, 3, 8)),
+    (8, Tile(16, 64, 128, 3, 4), Tile(16, 64, 128, 3, 4)),
+    (20, Tile(32, 64, 64, 5, 4), Tile(32, 128, 64, 3, 4)),
+    (48, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 3, 4)),
+    (math.inf, Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8)),
 )
 """(maximum average pairs per expert, tile of the first matmul, tile of the second). Both tiles have the same number of
 rows. The fastest on an H200 for the sizes of Qwen3-30B-A3B; among the fastest for gpt-oss-20b and Qwen3-Next-80B.
@@ -233,9 +226,9 @@ VECTOR_PARTS = 48
 
 
 CODE_TILES = (
-    (8, ExpertTile(16, 64, 64, 5, 4), ExpertTile(16, 64, 64, 5, 4)),
-    (40, ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 128, 64, 4, 8)),
-    (math.inf, ExpertTile(64, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
+    (8, Tile(16, 64, 64, 5, 4), Tile(16, 64, 64, 5, 4)),
+    (40, Tile(32, 64, 64, 4, 4), Tile(32, 128, 64, 4, 8)),
+    (math.inf, Tile(64, 128, 64, 4, 8), Tile(64, 128, 64, 4, 8)),
 )
 """As ``TILES``, for codes; the fastest on an H200 for gpt-oss-20b in MXFP4."""
 MANY_PAIRS = 256
@@ -246,7 +239,7 @@ MAX_WIDE_BYTES = 5 << 30
 
 def tiles_for(
     num_pairs: int, num_experts: int, dtype: torch.dtype, *, batch_invariant: bool, is_coded: bool = False
-) -> tuple[ExpertTile, ExpertTile]:
+) -> tuple[Tile, Tile]:
     """Return the tiles of both matmuls. They have the same number of rows."""
     if dtype == torch.float32:
         return FP32, FP32
@@ -287,11 +280,11 @@ def _multiply_tiles(
     weight: Tensor | DeviceCodes,
     bias: Tensor | None,
     tiling: Tiling,
-    tile: ExpertTile,
+    tile: Tile,
     num_outputs: int,
     gate: GateFunction | None,
 ) -> Tensor:
-    """x [T, D] -> activated [P, I], in the order of the tiling; or x [P, I] in this order -> [P, D], in order of pairs.
+    """x [T, D] -> activated [P, F], in the order of the tiling; or x [P, F] in this order -> [P, D], in order of pairs.
 
     gate: the gate function if the weight has gates.
     """
@@ -300,11 +293,11 @@ def _multiply_tiles(
     out = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     max_tiles = tiling.tiles.shape[1]
     tensors = x, *stored.arguments, bias, out, tiling.order, tiling.tiles, tiling.num_tiles
-    block = piece_of(size) if stored.how is not None and stored.how.per_word == 4 else tile.block
+    block = piece_of(size) if stored.layout is not None and stored.layout.per_word == 4 else tile.block
     sizes = num_outputs, size, top_k, tile.rows, tile.outputs, block, tile.stages
-    arguments = (*tensors, max_tiles, *sizes, gate, stored.how)
+    arguments = (*tensors, max_tiles, *sizes, gate, stored.layout)
     key = x.dtype, *stored.key, tile, top_k, gate, bias is None, *alignments(x)
-    _tiled((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
+    _tiled_kernel((max_tiles * -(-num_outputs // tile.outputs), 1, 1), key, arguments, options(tile.warps))
     return out
 
 
@@ -314,15 +307,15 @@ def add_up(parts: Tensor, shared: SharedOutputs | None, tiling: Tiling) -> Tenso
     out = parts.new_empty((num_tokens, num_outputs))
     block = 1024 if num_tokens > 64 else 512
     arguments = (parts, tiling.chosen.weights, out, *(shared or (None, None)), num_outputs, top_k, block)
-    key = parts.dtype, num_outputs, top_k, block, _shared_key(shared)
-    _sum((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
+    key = parts.dtype, num_outputs, top_k, block, *alignments(*(shared or ()))
+    _sum_kernel((num_tokens, -(-num_outputs // block), 1), key, arguments, options(4))
     return out
 
 
-class Programs(NamedTuple):
+class VectorPrograms(NamedTuple):
     """Outputs, inputs per block, blocks per iteration and warps of a program that multiplies vectors.
 
-    Each warp loads x for its own weight rows: sharing x would need a barrier.
+    Each warp loads x for its own lines: sharing x would need a barrier.
     """
 
     outputs: int
@@ -331,49 +324,43 @@ class Programs(NamedTuple):
     warps: int
 
 
-VECTOR_CODES = Programs(4, 1024, 1, 4)
+VECTOR_CODES = VectorPrograms(4, 1024, 1, 4)
 """The programs for codes."""
 
 
 @lru_cache(maxsize=64)
-def programs_for(size: int, num_matrices: int, block: int) -> Programs:
-    """Return the programs for weight rows of ``size`` elements in ``num_matrices`` matrices, loaded in blocks."""
+def programs_for(size: int, num_matrices: int, block: int) -> VectorPrograms:
+    """Return the programs for lines of ``size`` elements of ``num_matrices`` matrices, loaded in blocks."""
     num_blocks = -(-size // block)
     num_rounds = -(-num_blocks * num_matrices * block // (256 * VECTOR_PARTS))
-    return Programs(4, block, -(-num_blocks // num_rounds), 4)
+    return VectorPrograms(4, block, -(-num_blocks // num_rounds), 4)
 
 
 def multiply_vectors(x: Tensor, chosen: ChosenExperts, weights: DeviceWeights) -> Tensor:
-    """x [T, D] -> activated [P, I], in the order of pairs."""
+    """x [T, D] -> activated [P, F], in the order of pairs."""
     stored, bias = stored_weight(weights.gate_up), weights.gate_up_bias
     num_outputs, size, (num_tokens, top_k) = weights.down.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs_for(size, 2, 512) if stored.how is None else VECTOR_CODES
+    programs = programs_for(size, 2, 512) if stored.layout is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens * top_k, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.how)
+    arguments = (x, *stored.arguments, bias, out, chosen.experts, *sizes, weights.gate, stored.layout)
     key = x.dtype, *stored.key, num_outputs, programs, top_k, weights.gate, bias is None, *alignments(x)
-    _vector_gated((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
+    _vector_gated_kernel((-(-num_outputs // outputs), num_tokens * top_k, 1), key, arguments, options(num_warps))
     return out
 
 
 def multiply_vectors_down(
     x: Tensor, chosen: ChosenExperts, weights: DeviceWeights, shared: SharedOutputs | None
 ) -> Tensor:
-    """x [P, I] -> [T, D], plus the outputs of shared experts."""
+    """x [P, F] -> [T, D], plus the outputs of shared experts."""
     stored, bias = stored_weight(weights.down), weights.down_bias
     num_outputs, size, (num_tokens, top_k) = weights.gate_up.shape[-1], x.shape[1], chosen.experts.shape
-    programs = programs_for(size, top_k, 256) if stored.how is None else VECTOR_CODES
+    programs = programs_for(size, top_k, 256) if stored.layout is None else VECTOR_CODES
     outputs, block, unroll, num_warps = programs
     out = x.new_empty((num_tokens, num_outputs))
     sizes = num_outputs, size, top_k, outputs, block, unroll
-    arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.how)
-    key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, _shared_key(shared)
-    _vector_down((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
+    arguments = (x, *stored.arguments, bias, out, *chosen, *(shared or (None, None)), *sizes, stored.layout)
+    key = x.dtype, *stored.key, num_outputs, programs, top_k, bias is None, *alignments(*(shared or ()))
+    _vector_down_kernel((-(-num_outputs // outputs), num_tokens, 1), key, arguments, options(num_warps))
     return out
-
-
-def _shared_key(shared: SharedOutputs | None) -> tuple[object, ...]:
-    if shared is None:
-        return ()
-    return shared.values.data_ptr() % 16, None if shared.gates is None else shared.gates.data_ptr() % 16

@@ -1,12 +1,14 @@
-"""The gated delta rule and the gated norm.
+"""The gated delta rule (``kernels.gated_delta``) and the gated norm.
 
-Short rows are computed token after token, with a part of the state matrix in registers.
+Short rows are computed token after token, with a part of the state matrix in registers (``_scan_kernel``): a program
+has some value columns of one head of a row.
 
 Long rows may be computed in blocks (arXiv 2412.06464, section 3.3). Within a block, the updates of the state matrix
 form a linear system. It is solved for any state S before the block: token i writes the value u_i - S^T w_i for its key.
-All blocks are solved in parallel. Then the state is passed from block to block, with four matmuls per block. The
-operands are in bf16 if the channels are, else in tf32; sums are in fp32. q and k enter the matmuls unnormalized; their
-normalization is a factor per token.
+All blocks are solved in parallel (``_solve_kernel``, a program per block and head). Then the state is passed from block
+to block, with four matmuls per block (``_rows_kernel``, programs as for short rows). The operands are in bf16 if the
+channels are, else in tf32; sums are in fp32. q and k enter the matmuls unnormalized; their normalization is a factor
+per token. A result then depends on the place of the token in its block.
 
 T packed tokens, C channels, H value heads, G key heads, K and V sizes of a head, N slots, R rows, B blocks.
 """
@@ -22,19 +24,19 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import BLOCK_TOKENS, DeltaGates, StateRows
-from aioengine.kernels.triton.causal_conv import rows_key, span_of
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.activation import silu_of, softplus_of
+from aioengine.kernels.triton.causal_conv import TOKENS, rows_key, span_of
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
 LEAST_TOKENS: Final = 32
 """Rows with at least this many tokens are faster in blocks than token by token."""
 
-TOKENS = tl.constexpr(BLOCK_TOKENS)
 LEAST = tl.constexpr(LEAST_TOKENS)
 LEVELS = tl.constexpr(BLOCK_TOKENS.bit_length() - 1)
 EPSILON = tl.constexpr(1e-6)
 
-_BLOCK_VALUES = 32
-"""State matrix columns per program."""
+SCAN_VALUES, BLOCK_VALUES = 16, 32
+"""State matrix columns per program, token by token and in blocks. One warp adds over keys without shared memory."""
 _FACTORS: Final = 3
 """Factors per token and head, see ``_store_reading``."""
 
@@ -46,8 +48,7 @@ def load_gates(
     """Return log(decay) and beta; both are 0 where not ``inside``."""
     score = tl.load(scores + places, mask=inside, other=0.0)
     beta = (1.0 / (1.0 + tl.exp(-score.to(tl.float32)))).to(score.dtype).to(tl.float32)
-    step = tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    step = softplus_of(tl.load(steps + places, mask=inside, other=0.0).to(tl.float32) + bias)
     return tl.where(inside, -tl.exp(rate) * step, 0.0), tl.where(inside, beta, 0.0)
 
 
@@ -128,7 +129,7 @@ def _store_reading(
     tl.store(factors_out + 2 * num_factors, tl.exp(whole) + tl.zeros_like(total), mask=is_token)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _solve_kernel(
     channels: tl.tensor, steps: tl.tensor, scores: tl.tensor, rates: tl.tensor, biases: tl.tensor, ends: tl.tensor,
     blocks: tl.tensor, keys_out: tl.tensor, values_out: tl.tensor, weights_out: tl.tensor, factors_out: tl.tensor,
@@ -177,14 +178,14 @@ def _solve_kernel(
     )
 
 
-# Computes the outputs and the state of a row, block after block.
-@triton.jit(do_not_specialize=["num_tokens"])
+@kernel(do_not_specialize=["num_tokens"])
 def _rows_kernel(
     channels: tl.tensor, state: tl.tensor, slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, solved_keys: tl.tensor,
     solved_values: tl.tensor, solved_weights: tl.tensor, factors: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
     num_heads: tl.tensor, num_tokens: tl.tensor, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRODUCT: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute the outputs and the state of a row, block after block."""
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)
     if count < LEAST:
@@ -222,10 +223,6 @@ def _rows_kernel(
     tl.store(places, matrix, mask=(keys < KEYS)[:, None] & is_value[None, :])
 
 
-_solve = KernelLauncher(_solve_kernel)
-_rows = KernelLauncher(_rows_kernel)
-
-
 def compute_blocks(
     channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, out: Tensor, key: tuple[object, ...]
 ) -> None:
@@ -247,16 +244,14 @@ def compute_blocks(
     tensors = channels, *gates, rows.ends, rows.blocks, keys, values, weights, factors
     numbers = num_channels, gates.steps.stride(0), num_heads, num_tokens, key_size**-0.5
     arguments = (*tensors, *numbers, *sizes, block_v, product)
-    _solve((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
-    block_v = min(block_v, _BLOCK_VALUES)
+    _solve_kernel((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
+    block_v = min(block_v, BLOCK_VALUES)
     num_warps, stages = (4, 3) if is_narrow else (8, 1)  # limited by registers and shared memory
     tensors = channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out
     arguments = (*tensors, num_channels, num_heads, num_tokens, *sizes, block_v, product, stages)
-    _rows((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})
+    _rows_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})
 
 
-_VALUES = 16
-"""State matrix columns per program: with one warp a sum over keys needs no shared memory."""
 HEADS = tl.constexpr(8)
 """Heads per program of the norm."""
 
@@ -266,7 +261,7 @@ def _unit(x: tl.tensor) -> tl.tensor:
     return x / tl.sqrt_rn(tl.sum(x * x, 0) + EPSILON)
 
 
-@triton.jit
+@kernel()
 def _scan_kernel(
     channels: tl.tensor, steps: tl.tensor, scores: tl.tensor, log_rates: tl.tensor, biases: tl.tensor, state: tl.tensor,
     slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
@@ -274,6 +269,7 @@ def _scan_kernel(
     GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute the outputs and the state of a row of up to ``MOST`` tokens, token after token."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     keys = tl.arange(0, BLOCK_K)
@@ -304,12 +300,13 @@ def _scan_kernel(
     tl.store(places, matrix, mask=inside)
 
 
-@triton.jit
+@kernel()
 def _norm_kernel(
     heads: tl.tensor, gates: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, out: tl.tensor, gate_stride: tl.tensor,
     num_heads: tl.tensor,
     VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``gated_rms_norm`` of some heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     values = tl.arange(0, BLOCK)[None, :]
@@ -320,11 +317,7 @@ def _norm_kernel(
     inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUES + tl.load(epsilon))
     normed = (wide * inverse[:, None]).to(loaded.dtype) * tl.load(weight + values, mask=values < VALUES, other=0.0)
     gate = tl.load(gates + token * gate_stride + head * VALUES + values, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + places, (normed.to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))).to(loaded.dtype), mask=inside)
-
-
-_scan = KernelLauncher(_scan_kernel)
-_norm = KernelLauncher(_norm_kernel)
+    tl.store(out + places, (normed.to(tl.float32) * silu_of(gate)).to(loaded.dtype), mask=inside)
 
 
 def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, in_blocks: bool) -> Tensor:
@@ -338,13 +331,13 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     stride = gates.steps.stride(0)
     has_blocks = in_blocks and rows.blocks is not None
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
-    block_v = min(_VALUES, next_power_of_2(value_size))
+    block_v = min(SCAN_VALUES, next_power_of_2(value_size))
     sizes = group, key_size, value_size
     tensors = channels, *gates, state, rows.slots, rows.starts, rows.ends, out
     arguments = (*tensors, num_channels, stride, num_heads, key_size**-0.5, *sizes, block_k, block_v, most)
     key = channels.dtype, num_channels, stride, num_heads, *sizes, *alignments(gates.steps, gates.scores, state)
     key = (*key, has_blocks, *rows_key(rows))
-    _scan((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
+    _scan_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})
     if has_blocks:
         compute_blocks(channels, gates, state, rows, out=out, key=key)
     return out
@@ -357,5 +350,5 @@ def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor
     block = next_power_of_2(value_size)
     arguments = (heads, gates, weight, epsilon, out, gates.stride(0), num_heads, value_size, block)
     key = (heads.dtype, gates.stride(0), num_heads, value_size, gates.data_ptr() % 16)
-    _norm((num_tokens, -(-num_heads // HEADS.value), 1), key, arguments, {"num_warps": 4})
+    _norm_kernel((num_tokens, -(-num_heads // HEADS.value), 1), key, arguments, {"num_warps": 4})
     return out

@@ -1,8 +1,11 @@
-"""Gated matmul of up to 128 rows with a large weight on a GPU: x [T, I], weight [2 O, I] -> silu(gate) * up [T, O].
+"""Gated matmul of up to 128 rows with a large weight on a GPU: x [T, I], weight [O, I] -> silu(gate) * up [T, O / 2].
 
-The gate rows of the weight come first. A program computes both gate and up of its outputs, so that only the activated
-result is written. Tiles are loaded by TMA (Hopper and newer). The weight is the left operand, so that its outputs are
-the rows of the tensor core instruction. The rows of x are padded to a power of 2, or to the sum of two powers of 2.
+The gate lines of the weight come first. A program computes gate and up of some outputs for all rows, so that only the
+activated result is written. Tiles are loaded by TMA (Hopper and newer). The weight is the left operand, so that its
+outputs are the rows of the tensor core instruction. The rows of x are padded to a power of 2, or to the sum of two
+powers of 2.
+
+Sums: in fp32, from the first to the last input, as in ``invariant_linear``. So the bits do not depend on T.
 """
 
 from __future__ import annotations
@@ -15,18 +18,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from aioengine.kernels.triton.activation import activated
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, compile_only, options
-from aioengine.kernels.triton.skinny_linear import activated
+from aioengine.kernels.triton.launcher import compile_only, kernel, options
 
-LARGE_OUTPUTS = 8192
-LEAST_OUTPUTS = 7168
-"""The inner size of an 8B model on one of two GPUs. There the kernel is faster with up to ``FEW_ROWS``."""
-FEW_ROWS = 64
-Programs = tuple[int, int, int, int, int, int]
+MAX_GATED_ROWS = {8192: 128, 7168: 64}
+"""Minimum outputs -> rows up to which this kernel is faster. An 8B model has 14,336, or 7,168 on one of two GPUs."""
+GatedPrograms = tuple[int, int, int, int, int, int]
 """(outputs per program, inputs per block, stages, warps, rows, more rows)."""
 
-PROGRAMS: dict[int, Programs] = {
+PROGRAMS: dict[int, GatedPrograms] = {
     16: (64, 128, 3, 4, 16, 0),
     32: (64, 128, 3, 4, 32, 0),
     64: (64, 128, 3, 4, 64, 0),
@@ -37,7 +38,6 @@ PROGRAMS: dict[int, Programs] = {
 """Maximum rows -> programs. In decode steps of an 8B model on an H200, a layer takes 1 us less with 8 rows, 2 us with
 64, and 7 of 230 us with 128. With more rows, torch's matmul with a separate activation is as fast.
 """
-MAX_ROWS = 128
 
 
 @triton.jit
@@ -51,12 +51,13 @@ def _store(
     tl.store(out + rows * num_outputs + outputs, active, mask=(rows < num_rows) & (outputs < num_outputs))
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # row counts with the same programs share a specialization
+@kernel(do_not_specialize=["num_rows"])  # row counts with the same programs share a specialization
 def _gated_kernel(
     x: tl.tensor, x_more: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``OUTPUTS`` results of ROWS + MORE rows. x, x_more: the same tensor, loaded in tiles of these sizes."""
     first = tl.program_id(0) * OUTPUTS
     start_next_and_wait()
     gate, up = tl.zeros((OUTPUTS, ROWS), tl.float32), tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -77,20 +78,17 @@ def _gated_kernel(
         _store(gate_more, up_more, out, outputs, ROWS + tl.arange(0, MORE), num_outputs, num_rows)
 
 
-_gated = KernelLauncher(_gated_kernel)
-
-
 @lru_cache(maxsize=256)
-def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> Programs | None:
+def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> GatedPrograms | None:
     """Return the programs for the fused kernel; None: it does not support the sizes, or separate kernels are faster."""
-    most = MAX_ROWS if num_outputs >= LARGE_OUTPUTS else FEW_ROWS
-    if num_outputs < LEAST_OUTPUTS or size % 64 or num_rows == 1 or num_rows > most:
+    max_rows = next((rows for outputs, rows in MAX_GATED_ROWS.items() if num_outputs >= outputs), 0)
+    if size % 64 or num_rows == 1 or num_rows > max_rows:
         return None
     return next(programs for most, programs in PROGRAMS.items() if num_rows <= most)
 
 
 def compile_specializations(weight: Tensor) -> None:
-    """Compile all specializations for weight [2 O, I]."""
+    """Compile all specializations for weight [O, I]."""
     with compile_only():
         for num_rows in PROGRAMS:
             programs = shape_of_programs(weight.shape[0] // 2, weight.shape[1], num_rows)
@@ -98,8 +96,8 @@ def compile_specializations(weight: Tensor) -> None:
                 matmul(weight.new_empty(num_rows, weight.shape[1]), weight, programs)
 
 
-def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
-    """x [T, I], weight [2 O, I] -> [T, O]; both are contiguous and aligned to 16 bytes."""
+def matmul(x: Tensor, weight: Tensor, programs: GatedPrograms) -> Tensor:
+    """x [T, I], weight [O, I] -> [T, O / 2]; both are contiguous and aligned to 16 bytes."""
     outputs, block, stages, num_warps, rows, more = programs
     num_rows, size = x.shape
     num_outputs = weight.shape[0] // 2
@@ -108,5 +106,5 @@ def matmul(x: Tensor, weight: Tensor, programs: Programs) -> Tensor:
     tiles.append(TensorDescriptor.from_tensor(weight, [outputs, block]))
     arguments = (*tiles, out, num_rows, num_outputs, size, rows, more, outputs, block, stages)
     key = x.dtype, weight.shape, programs
-    _gated((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
+    _gated_kernel((-(-num_outputs // outputs), 1, 1), key, arguments, options(num_warps))
     return out

@@ -1,5 +1,7 @@
 """Norm and rotation of heads, and the write of K and V to their pages, in one pass on a GPU.
 
+A program has ``HEADS`` heads of one token.
+
 T tokens, H query heads, K kv heads, E head size, N pages, S page size.
 """
 
@@ -13,8 +15,7 @@ from torch import Tensor
 from aioengine.kernels.codes import FP8_MAX as LARGEST
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import wait_between_products
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
-from aioengine.kernels.triton.scores import scales_key
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 
 HEADS = tl.constexpr(8)  # per program
 FP8_MAX = tl.constexpr(LARGEST)
@@ -57,12 +58,13 @@ def _stored(numbers: tl.tensor, pool: tl.tensor, scales: tl.tensor, SIDE: tl.con
     return numbers.to(pool.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _rotate_kernel(
     heads: tl.tensor, token_stride: tl.tensor, rotation: tl.tensor, query_weight: tl.tensor, key_weight: tl.tensor,
     epsilon: tl.tensor, slots: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``rotate`` for some heads of a token. COLUMNS: ``HALF``, padded."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)
@@ -106,13 +108,14 @@ def _rotate_kernel(
         store_halves(pointers, low, high, is_rotated_here, HALF)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
     queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, new_keys: tl.tensor, key_token: tl.tensor,
     key_head: tl.tensor, new_values: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, slots: tl.tensor,
     keys: tl.tensor, values: tl.tensor, out: tl.tensor, scales: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``write`` for some heads of a token: queries, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     if out is None:
@@ -143,12 +146,13 @@ def _rounded(wide: tl.tensor, like: tl.tensor) -> tl.tensor:
     return wide.to(like.dtype).to(tl.float32)
 
 
-@triton.jit
+@kernel()
 def _rotate_qk_kernel(
     queries: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, keys: tl.tensor, key_token: tl.tensor,
     key_head: tl.tensor, cos: tl.tensor, sin: tl.tensor, out_queries: tl.tensor, out_keys: tl.tensor,
     NUM_QUERY: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``rotate_qk`` for some heads of a token. Each product is rounded before it is added."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -174,11 +178,6 @@ def _rotate_qk_kernel(
     store_halves(out_key, turned_low, turned_high, is_key, HALF)
 
 
-_rotate = KernelLauncher(_rotate_kernel)
-_write = KernelLauncher(_write_kernel)
-_rotate_qk = KernelLauncher(_rotate_qk_kernel)
-
-
 def rotate(
     heads: Tensor,
     num_query: int,
@@ -198,11 +197,10 @@ def rotate(
     stride, half = heads.stride(0), head_size // 2
     slots, keys, values, out, scales = (None,) * 5 if target is None else target
     sizes = num_query, num_kv, half, next_power_of_2(half), 1 if keys is None else keys.shape[2]
-    dtypes = heads.dtype, norms and norms[0].dtype, target and (target.slots.dtype, target.keys.dtype)
-    key = *dtypes, stride, sizes, out is None, scales_key(scales), *alignments(heads, heads if out is None else out)
+    key = *dtypes(heads, norms and norms[0], slots, keys), stride, sizes, *alignments(heads, out, scales)
     arguments = heads, stride, rotation, *(norms or (None,) * 3), slots, keys, values, out, scales, *sizes
     grid = num_tokens, -(-(num_heads if target else num_query + num_kv) // HEADS.value), 1
-    _rotate(grid, key, arguments, options(4))
+    _rotate_kernel(grid, key, arguments, options(4))
 
 
 def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
@@ -212,10 +210,9 @@ def write(q: Tensor, k: Tensor, v: Tensor, target: KVTarget) -> None:
     strides = [x.stride(dim) for x in (q, k, v) for dim in (0, 1)]
     sizes = num_query, num_kv, size, next_power_of_2(size), keys.shape[2]
     arguments = (q, *strides[:2], k, *strides[2:4], v, *strides[4:], slots, keys, values, out, scales, *sizes)
-    tensors = (q, k, v) if out is None else (q, k, v, out)
-    key = (q.dtype, keys.dtype, slots.dtype, sizes, scales_key(scales), _forms(tensors, strides))
+    key = (*dtypes(q, keys, slots), sizes, _forms((q, k, v, out, scales), strides))
     num_moved = 2 * num_kv if out is None else num_query + 2 * num_kv
-    _write((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
+    _write_kernel((num_tokens, -(-num_moved // HEADS.value), 1), key, arguments, options(4))
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,11 +227,11 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     arguments = (q, *strides[:2], k, *strides[2:], cos, sin, out_q, out_k, *sizes)
     key = (q.dtype, sizes, _forms((q, k, cos, sin), strides))
     grid = num_tokens, -(-(num_query + num_kv) // HEADS.value), 1
-    _rotate_qk(grid, key, arguments, options(4, fuses=False))
+    _rotate_qk_kernel(grid, key, arguments, options(4, fuses=False))
     return out_q, out_k
 
 
-def _forms(tensors: tuple[Tensor, ...], strides: list[int]) -> tuple[object, ...]:
+def _forms(tensors: tuple[Tensor | None, ...], strides: list[int]) -> tuple[object, ...]:
     """Return the properties of tensors [...] and strides for which Triton compiles separate specializations."""
     wide = tuple(stride > (1 << 31) - 1 for stride in strides)
     return (*alignments(*tensors), *((stride % 16 == 0, stride == 1) for stride in strides), wide)

@@ -1,17 +1,23 @@
 """Batch-invariant matmuls on a GPU: x [T, I], weight [O, I], bias [O] -> [T, O], or with a weight for each head.
 
-Each element is summed over the inputs from first to last, by tensor core instructions of the same depth. So every tile
-size gives the same bits, and the fastest one can be chosen. A weight with few outputs and many inputs has two sums, of
-the first and the second half of the inputs, so that few rows keep the GPU busy.
+Sums: each element is summed over the inputs from first to last, by tensor core instructions of the same depth. So every
+tile size gives the same bits, and the fastest one can be chosen. A weight with few outputs and many inputs
+(``num_splits``) has two sums per element, of the first and the second half of the inputs, so that few rows keep the GPU
+busy. The second sum is added to the first. In fp32, there are no tensor cores.
 
-On Hopper, few rows in 16 bits use ``skinny_linear``, and more rows a kernel that loads tiles by TMA. One row with two
-sums of each element, or of gate and up, uses a kernel that computes both at once. Another kernel supports all GPUs,
-dtypes and sizes. H heads.
+Kernels, on Hopper and in 16 bits:
+
+- One row, if an element has two sums, or if it has a gate and an up (``_row_kernel``): a program computes both.
+- Up to ``skinny_linear.SKINNY_ROWS`` rows: ``skinny_linear``.
+- More rows (``_tiled_kernel``): a program computes some tiles of rows and outputs, which it loads by TMA.
+
+On other GPUs, in fp32 and with other sizes, a program computes one tile (``_matmul_kernel``). H heads.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,23 +26,31 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aioengine.kernels.triton import skinny_linear
-from aioengine.kernels.triton.activation import activate_and_mul
+from aioengine.kernels.triton.activation import activate_and_mul, activated
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import PROCESSORS, KernelLauncher, alignments, has_dependent_launch, options
-from aioengine.kernels.triton.skinny_linear import activated, prefetch
+from aioengine.kernels.triton.launcher import PROCESSORS, alignments, has_dependent_launch, kernel, options
+from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS, SKINNY_ROWS, SkinnyPrograms, prefetch
 
-Tile = tuple[int, int, int, int, int]
-"""(rows, outputs, inputs per block, stages, warps)."""
 
-TINY: Tile = 64, 64, 64, 6, 4
-SMALL: Tile = 64, 128, 64, 4, 4
-MEDIUM: Tile = 128, 128, 64, 3, 4
-LARGE: Tile = 128, 256, 64, 4, 8
-SPLIT_TINY: Tile = 64, 64, 64, 3, 4
+class Tile(NamedTuple):
+    """Rows and outputs of a program, the inputs of a block, the stages of its loop, and its warps."""
+
+    rows: int
+    outputs: int
+    block: int
+    stages: int
+    warps: int
+
+
+TINY = Tile(64, 64, 64, 6, 4)
+SMALL = Tile(64, 128, 64, 4, 4)
+MEDIUM = Tile(128, 128, 64, 3, 4)
+LARGE = Tile(128, 256, 64, 4, 8)
+SPLIT_TINY = Tile(64, 64, 64, 3, 4)
 """A tile for two sums of each element, which are both in registers. Each stage loads the inputs of both."""
-SPLIT_SMALL: Tile = 64, 128, 64, 4, 4
-SPLIT_MEDIUM: Tile = 128, 128, 64, 3, 8
-GATED: Tile = 128, 128, 64, 4, 8
+SPLIT_SMALL = Tile(64, 128, 64, 4, 4)
+SPLIT_MEDIUM = Tile(128, 128, 64, 3, 8)
+GATED = Tile(128, 128, 64, 4, 8)
 GATED_SIZE = 2048
 """With more inputs and many rows, a separate activation is faster."""
 FEW_INPUTS = 1024
@@ -45,15 +59,12 @@ ROW_OUTPUTS = 8
 """Outputs of a program that multiplies one row: the minimum for tensor cores."""
 COPIES = tl.constexpr(16)
 """Copies of one row, which tensor cores multiply: the minimum."""
-ANY: Tile = 64, 64, 128, 4, 4
+ANY = Tile(64, 64, 128, 4, 4)
 """The tile of the kernel that supports all sizes, in 16 bits."""
-FP32: Tile = 32, 32, 32, 2, 4
+FP32 = Tile(32, 32, 32, 2, 4)
 """The tile of fp32 matmuls, which run without tensor cores."""
-SKINNY_ROWS = 64
-"""With up to this number of rows, ``skinny_linear`` is faster than tiles."""
-FEW_ROWS = 256
+SMALL_TILE_ROWS = 256
 """With up to this number of rows, small tiles are faster, unless there are ``MANY_OUTPUTS``."""
-MANY_OUTPUTS = 16_384
 BAND = tl.constexpr(8)
 """Row tiles that are computed together for the same outputs, so that they read the weights from the cache."""
 
@@ -90,32 +101,29 @@ def _store(
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & is_output)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one specialization serves all counts
+@kernel(do_not_specialize=["num_rows"])  # one specialization serves all counts
 def _matmul_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute one tile."""
     first_row, first_output = _tile_of(tl.program_id(0), num_rows, num_outputs, ROWS, OUTPUTS)
     rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
     # rows and outputs beyond the end repeat the first one, which avoids a mask in the loop
     x_pointers = x + (tl.where(rows < num_rows, rows, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
-    weight_pointers = (
-        weight + (tl.where(outputs < num_outputs, outputs, 0).to(tl.int64) * SIZE)[:, None] + columns[None, :]
-    )
+    lines = tl.where(outputs < num_outputs, outputs, 0).to(tl.int64)
+    line_pointers = weight + (lines * SIZE)[:, None] + columns[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, BLOCK):
         inside = (start + columns < SIZE)[None, :]
         vectors = loaded(x_pointers + start, inside, SIZE % BLOCK == 0)
-        part = loaded(weight_pointers + start, inside, SIZE % BLOCK == 0)
+        part = loaded(line_pointers + start, inside, SIZE % BLOCK == 0)
         total = tl.dot(vectors, tl.trans(part), total, input_precision="ieee")
     _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
-_matmul = KernelLauncher(_matmul_kernel)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _tiled_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_rows: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -124,7 +132,7 @@ def _tiled_kernel(
     """Compute every n-th tile, where n is the number of programs. The two loops are compiled as one, so that the inputs
     of the next tile are loaded while a tile is stored; tiles with two sums or gates are slower in this way.
 
-    SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up for a weight [2 O, I].
+    SPLITS: sums of each element, 1 or 2. IS_GATED: compute silu(gate) * up.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     IS_FLAT: tl.constexpr = SPLITS == 1 and not IS_GATED
@@ -149,10 +157,7 @@ def _tiled_kernel(
         _store(total, bias, out, first_row, first_output, num_rows, num_outputs)
 
 
-_tiled = KernelLauncher(_tiled_kernel)
-
-
-@triton.jit
+@kernel()
 def _row_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_outputs: tl.tensor,
     SIZE: tl.constexpr, SUMS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -165,11 +170,11 @@ def _row_kernel(
     PART: tl.constexpr = SIZE if IS_GATED else SIZE // SUMS
     which = tl.arange(0, SUMS)[:, None, None]
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
+    lines = tl.minimum(outputs, num_outputs - 1).to(tl.int64)[None, :, None]
     if IS_GATED:
-        line_pointers, vectors = weight + (rows + which * num_outputs) * SIZE, x + which * 0
+        line_pointers, x_pointers = weight + (lines + which * num_outputs) * SIZE, x + which * 0
     else:
-        line_pointers, vectors = weight + rows * SIZE + which * PART, x + which * PART
+        line_pointers, x_pointers = weight + lines * SIZE + which * PART, x + which * PART
     columns = tl.arange(0, BLOCK)[None, None, :]
     parts = (tl.load(line_pointers + columns),)
     for index in tl.static_range(1, EARLY):
@@ -179,11 +184,11 @@ def _row_kernel(
     wait_and_start_next()
     total = tl.zeros((SUMS, COPIES, OUTPUTS), tl.float32)
     for index in tl.static_range(EARLY):
-        vector = tl.broadcast_to(tl.load(vectors + (index * BLOCK + columns)), (SUMS, COPIES, BLOCK))
+        vector = tl.broadcast_to(tl.load(x_pointers + (index * BLOCK + columns)), (SUMS, COPIES, BLOCK))
         total = tl.dot(vector, tl.permute(parts[index], (0, 2, 1)), total)
     for start in tl.range(EARLY * BLOCK, PART, BLOCK, num_stages=STAGES):
         part = tl.load(line_pointers + (start + columns))
-        vector = tl.broadcast_to(tl.load(vectors + (start + columns)), (SUMS, COPIES, BLOCK))
+        vector = tl.broadcast_to(tl.load(x_pointers + (start + columns)), (SUMS, COPIES, BLOCK))
         total = tl.dot(vector, tl.permute(part, (0, 2, 1)), total)
     sums = tl.max(total, 1)
     if SUMS == 1:
@@ -196,19 +201,16 @@ def _row_kernel(
     tl.store(out + outputs, result.to(out.dtype.element_ty), mask=outputs < num_outputs)
 
 
-_row = KernelLauncher(_row_kernel)
-
-
 def _num_tiles(num_rows: int, num_outputs: int, tile: Tile) -> int:
-    return -(-num_rows // tile[0]) * -(-num_outputs // tile[1])
+    return -(-num_rows // tile.rows) * -(-num_outputs // tile.outputs)
 
 
 def num_splits(num_outputs: int, size: int) -> int:
     """Return the number of sums of each element. It must not depend on the number of rows."""
-    return 2 if num_outputs <= 4096 and size >= 2048 else 1
+    return 2 if num_outputs <= FEW_OUTPUTS and size >= 2048 else 1
 
 
-def programs_of(num_rows: int, num_outputs: int, size: int) -> skinny_linear.Programs | None:
+def programs_of(num_rows: int, num_outputs: int, size: int) -> SkinnyPrograms | None:
     """Return the programs of ``skinny_linear`` for few rows; None: use tiles. Measured as in ``tile_for``."""
     if num_rows > SKINNY_ROWS:
         return None
@@ -236,7 +238,7 @@ def tile_for(num_rows: int, num_outputs: int, splits: int) -> Tile:
     """Return the fastest tile. Measured on an H200 for the layers of 0.6B and 8B models."""
     tiny, small, medium = (TINY, SMALL, MEDIUM) if splits == 1 else (SPLIT_TINY, SPLIT_SMALL, SPLIT_MEDIUM)
     num_small, num_medium, num_large = (_num_tiles(num_rows, num_outputs, tile) for tile in (small, medium, LARGE))
-    if num_medium < PROCESSORS or (num_rows <= FEW_ROWS and num_outputs <= MANY_OUTPUTS):
+    if num_medium < PROCESSORS or (num_rows <= SMALL_TILE_ROWS and num_outputs <= MANY_OUTPUTS):
         return tiny if splits * num_small < PROCESSORS else small
     is_large = splits == 1 and 2 * -(-num_large // PROCESSORS) <= 1.1 * -(-num_medium // PROCESSORS)
     return LARGE if is_large else medium
@@ -279,7 +281,7 @@ class InvariantMatmul:
         if self._is_fast and self._splits == 1 and self._bias is None and x.is_contiguous() and x.data_ptr() % 16 == 0:
             if len(x) == 1 and self._is_constant:
                 return self._row(x, is_gated=True)
-            is_fused = len(x) <= FEW_ROWS or x.shape[1] <= GATED_SIZE
+            is_fused = len(x) <= SMALL_TILE_ROWS or x.shape[1] <= GATED_SIZE
             if is_fused and _num_tiles(len(x), len(self._weight) // 2, GATED) >= PROCESSORS:
                 return self._tiled(x, GATED, is_gated=True)
         return activate_and_mul(self(x), "silu")
@@ -292,9 +294,9 @@ class InvariantMatmul:
         sums = 2 if is_gated else self._splits
         part = x.shape[1] if is_gated else x.shape[1] // sums
         sizes = x.shape[1], sums, ROW_OUTPUTS, *row_programs(part, sums, is_gated=is_gated), is_gated
-        key = x.dtype, weight.shape, is_gated, None if bias is None else bias.data_ptr() % 16
+        key = x.dtype, weight.shape, is_gated, *alignments(bias)
         arguments = (x, weight, bias, out, num_outputs, *sizes)
-        _row((-(-num_outputs // ROW_OUTPUTS), 1, 1), key, arguments, options(num_warps=sums))
+        _row_kernel((-(-num_outputs // ROW_OUTPUTS), 1, 1), key, arguments, options(num_warps=sums))
         return out
 
     def _tiled(self, x: Tensor, tile: Tile, *, is_gated: bool) -> Tensor:
@@ -305,12 +307,12 @@ class InvariantMatmul:
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
         sizes = x.shape[1], rows, outputs, block, stages, self._splits, is_gated
         tensors = TensorDescriptor.from_tensor(x, [rows, block]), TensorDescriptor.from_tensor(weight, [outputs, block])
-        key = x.dtype, weight.shape, sizes, None if bias is None else bias.data_ptr() % 16
+        key = x.dtype, weight.shape, sizes, *alignments(bias)
         num_programs = _num_tiles(num_rows, num_outputs, tile)
         if not is_gated:
             num_programs = min(num_programs, PROCESSORS * (2 if num_warps == 4 and self._splits == 1 else 1))
         arguments = (*tensors, bias, out, num_rows, num_outputs, *sizes)
-        _tiled((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
+        _tiled_kernel((num_programs, 1, 1), key, arguments, {"num_warps": num_warps})
         return out
 
 
@@ -320,37 +322,35 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, outputs, block, num_stages, num_warps = tile = FP32 if x.dtype == torch.float32 else ANY
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     arguments = (x, weight, bias, out, num_rows, num_outputs, size, rows, outputs, block)
-    key = x.dtype, weight.shape, tile, *alignments(x, weight, *(() if bias is None else (bias,)))
+    key = x.dtype, weight.shape, tile, *alignments(x, weight, bias)
     grid = _num_tiles(num_rows, num_outputs, tile), 1, 1
-    _matmul(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
+    _matmul_kernel(grid, key, arguments, {"num_warps": num_warps, "num_stages": num_stages})
     return out
 
 
-NARROW = 64, 64, 64, 4
-"""(rows, outputs, inputs per block, warps) for 16-bit dtypes."""
-WIDE = 32, 32, 32, 4
-"""For fp32, which is multiplied without tensor cores."""
+HEADS, FP32_HEADS = Tile(64, 64, 64, 3, 4), Tile(32, 32, 32, 3, 4)
+"""The tiles of ``head_matmul``, in 16 bits and in fp32."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _heads_kernel(
     x: tl.tensor, weight: tl.tensor, out: tl.tensor, num_rows: tl.tensor,
     NUM_OUTPUTS: tl.constexpr, SIZE: tl.constexpr, X_ROW: tl.constexpr, X_HEAD: tl.constexpr, WEIGHT_HEAD: tl.constexpr,
     WEIGHT_INPUT: tl.constexpr, WEIGHT_OUTPUT: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute a tile of one head. X_ROW ... OUT_HEAD: strides."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     head = tl.program_id(2).to(tl.int64)
-    inputs = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     is_row, is_output = rows < num_rows, outputs < NUM_OUTPUTS
-    x_pointers = x + head * X_HEAD + (rows.to(tl.int64) * X_ROW)[:, None] + inputs[None, :]
-    weight_pointers = (
-        weight + head * WEIGHT_HEAD + (inputs * WEIGHT_INPUT)[:, None] + (outputs * WEIGHT_OUTPUT)[None, :]
-    )
+    x_pointers = x + head * X_HEAD + (rows.to(tl.int64) * X_ROW)[:, None] + columns[None, :]
+    weight += head * WEIGHT_HEAD
+    weight_pointers = weight + (columns * WEIGHT_INPUT)[:, None] + (outputs * WEIGHT_OUTPUT)[None, :]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, SIZE, BLOCK):
-        inside = start + inputs < SIZE
+        inside = start + columns < SIZE
         vectors = tl.load(x_pointers + start, mask=is_row[:, None] & inside[None, :], other=0.0)
         mask = inside[:, None] & is_output[None, :]
         part = tl.load(weight_pointers + start * WEIGHT_INPUT, mask=mask, other=0.0)
@@ -359,16 +359,13 @@ def _heads_kernel(
     tl.store(targets, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-_heads = KernelLauncher(_heads_kernel)
-
-
 def head_matmul(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Multiply x [T, H, I] by weight [H, I, O] into out [T, H, O]. The last dimension of x and out is contiguous."""
     num_rows = x.shape[0]
     num_heads, size, num_outputs = weight.shape
-    rows, outputs, block, num_warps = WIDE if x.dtype == torch.float32 else NARROW
+    rows, outputs, block, num_stages, num_warps = FP32_HEADS if x.dtype == torch.float32 else HEADS
     sizes = num_outputs, size, *x.stride()[:2], *weight.stride(), *out.stride()[:2], rows, outputs, block
     tensors = x, weight, out
     key = x.dtype, sizes, *alignments(*tensors)
     grid = -(-num_rows // rows), -(-num_outputs // outputs), num_heads
-    _heads(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps})
+    _heads_kernel(grid, key, (*tensors, num_rows, *sizes), {"num_warps": num_warps, "num_stages": num_stages})

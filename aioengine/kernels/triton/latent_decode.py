@@ -1,8 +1,10 @@
 """Latent attention (arXiv 2405.04434) of rows of one token, in its absorbed form, on a GPU.
 
 Faster than the batch-invariant ``kernels/triton/attention.py``: a tile has the heads of one token, and if there
-are few rows, the positions of a row are divided among more programs. A second kernel merges the parts of a row. The
-result of a row with one part is written directly.
+are few rows, the positions of a row are divided among more programs. A program computes some heads over one part of the
+positions (``_parts_kernel``). A second kernel merges the parts of a row. The result of a row with one part is written
+directly. Blocks of positions are added to a running softmax from first to last. The parts depend on the other rows, so
+the bits do too.
 
 R rows, H query heads, V latent size, P rotated elements, E = V + P key size, N pages of the pool, S page size, X parts
 of a row.
@@ -19,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.attention import AttentionTile, PagedRows, load_part, pages_of
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 from aioengine.kernels.triton.scores import MASKED, nothing_attended, softmax_step, store_attended, store_split
 
 Queries = tuple[Tensor, Tensor]
@@ -28,8 +30,8 @@ NARROW = AttentionTile(16, 32, 4, 3)
 """On an H200, 16 heads over 1024 positions take 8 us with one row, 21 us with 32 and 94 us with 256."""
 BROAD = AttentionTile(64, 64, 8, 2)
 """For many heads and rows. 64 rows are the minimum for Hopper's tensor cores."""
-MOST_HEADS = 32
-FEW_ROWS = 2
+NARROW_HEADS, NARROW_ROWS = 32, 2
+"""Up to one of these numbers, ``NARROW`` is faster."""
 LONG = tl.constexpr(2048)
 """Positions. Longer parts are divided further, even if the GPU is busy: a long row among short rows would finish much
 later than they do.
@@ -49,7 +51,7 @@ class Parts(NamedTuple):
 
 def tile_for(num_rows: int, num_heads: int) -> AttentionTile:
     """Return the tile for R rows of H heads."""
-    return NARROW if num_heads <= MOST_HEADS or num_rows <= FEW_ROWS else BROAD
+    return NARROW if num_heads <= NARROW_HEADS or num_rows <= NARROW_ROWS else BROAD
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BL
     )
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["few_parts", "most_parts"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
 )
@@ -73,6 +75,7 @@ def _parts_kernel(
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, MORE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with some heads of a row to one part of its positions."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
     size = part_size(length, few_parts, most_parts, BLOCK)
@@ -112,15 +115,14 @@ def _parts_kernel(
         store_split(part_sums, part_marks, targets, (highest, total, sums), is_head, VALUE_SIZE)
 
 
-@triton.jit(
-    do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"]
-)
+@kernel(do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _merge_kernel(
     part_sums: tl.tensor, part_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
     few_parts: tl.tensor, most_parts: tl.tensor,
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Merge the parts of a row, for some columns of one head."""
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
@@ -141,10 +143,6 @@ def _merge_kernel(
     tl.store(out + (row * NUM_HEADS + head) * VALUE_SIZE + columns, merged.to(out.dtype.element_ty), mask=is_column)
 
 
-_parts = KernelLauncher(_parts_kernel)
-_merge = KernelLauncher(_merge_kernel)
-
-
 def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, scale: float, out: Tensor) -> None:
     """Attend with queries [R, H, V] and rotated [R, H, P] of R rows to keys [N, 1, S, E] into ``out`` [R, H, V].
 
@@ -163,11 +161,11 @@ def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, sca
     sizes = (*strides, num_heads, page_size, key_size, value_size, columns, more, tile.rows, tile.block)
     key = latent.dtype, sizes, tile, *alignments(latent, rotated, keys, sums, stats, out)
     grid = -(-num_heads // tile.rows), num_rows, parts.most
-    _parts(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
+    _parts_kernel(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
     if not num_merged:
         return
     merged = max(min(MERGED_ELEMENTS // parts.most, columns), 32)
     sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
     key = out.dtype, sizes, *alignments(sums, stats, out)
     tensors = sums, stats, rows.page_starts, rows.last_lengths, out
-    _merge((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})
+    _merge_kernel((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

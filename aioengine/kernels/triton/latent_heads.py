@@ -1,5 +1,7 @@
 """Inputs of latent attention on a GPU, in one pass: the key of each token and the rotated part of its queries.
 
+The first program of a token computes its key, the others ``HEADS`` query heads each.
+
 T tokens, H query heads, V latent size, N plain and P rotated elements of a query, E = V + P, B pages, S page size.
 """
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.dependent import start_next_and_wait
 from aioengine.kernels.triton.heads import load_halves, rotated, store_halves
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.norms import rms_normed
 
 Norm = tuple[Tensor, Tensor]
@@ -31,7 +33,7 @@ def _store_key(
     store_halves(target + VALUE_SIZE + columns, low, high, columns < HALF, HALF)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots"])
 def _heads_kernel(
     q: tl.tensor, latents: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, rotation: tl.tensor,
     heads: tl.tensor, slots: tl.tensor, keys: tl.tensor,
@@ -39,6 +41,7 @@ def _heads_kernel(
     NUM_HEADS: tl.constexpr, QUERY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HALF: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr, KEEPS_KEY: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute the key of a token (first program), or rotate some of its query heads."""
     PLAIN: tl.constexpr = QUERY_SIZE - 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     rotation += token * (2 * HALF)
@@ -74,9 +77,6 @@ def _heads_kernel(
             _store_key(slot, normed, key_low, key_high, VALUE_SIZE, HALF)
 
 
-_heads = KernelLauncher(_heads_kernel)
-
-
 def rotate(
     q: Tensor,
     latents: Tensor,
@@ -103,7 +103,6 @@ def rotate(
     copied = next_power_of_2(query_size - 2 * half) if copies else 0
     columns = next_power_of_2(value_size), next_power_of_2(half), copied
     sizes = (*strides, num_heads, query_size, value_size, half, *columns, keeps_key)
-    places = None if slots is None or keys is None else (slots.dtype, *alignments(keys))
-    key = q.dtype, sizes, places, *alignments(q, latents, norm[0], out)
+    key = *dtypes(q, slots), sizes, *alignments(q, latents, norm[0], out, keys)
     grid = num_tokens, -(-num_heads // HEADS.value) + 1, 1
-    _heads(grid, key, (q, latents, *norm, rotation, out, slots, keys, *sizes), options(4))
+    _heads_kernel(grid, key, (q, latents, *norm, rotation, out, slots, keys, *sizes), options(4))

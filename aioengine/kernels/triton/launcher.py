@@ -8,7 +8,7 @@ compiles them in parallel (``compiled_in_threads``).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -68,6 +68,12 @@ class KernelLauncher:
             compiled[grid](*arguments)
 
 
+def kernel(**jit_options: object) -> Callable[[Callable[..., None]], KernelLauncher]:
+    """Return a decorator: ``triton.jit`` with these options, launched by a ``KernelLauncher``."""
+    jit = importlib.import_module("triton").jit(**jit_options)
+    return lambda function: KernelLauncher(jit(function))
+
+
 @contextmanager
 def compile_only() -> Iterator[None]:
     """Inside, launchers compile kernels but do not launch them. Results are undefined."""
@@ -108,9 +114,14 @@ def options(num_warps: int, *, fuses: bool = True) -> dict[str, object]:
     return base if fuses else base | {"enable_fp_fusion": False}
 
 
-def alignments(*tensors: Tensor) -> tuple[int, ...]:
+def alignments(*tensors: Tensor | None) -> tuple[int | None, ...]:
     """Return the part of a ``KernelLauncher`` key that depends on the addresses of tensors [...]."""
-    return tuple([tensor.data_ptr() % 16 for tensor in tensors])
+    return tuple([None if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
+
+
+def dtypes(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """Return the part of a ``KernelLauncher`` key that depends on the dtypes of tensors [...]."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Penalties and grammar masks on a GPU.
+"""Penalties and grammar masks on a GPU. A program changes ``BLOCK`` logits of one row.
 
 S rows of logits, X penalized or constrained rows, N rows of the count table or masks, V vocabulary.
 """
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments
+from aioengine.kernels.triton.launcher import alignments, kernel
 
 IN_PROMPT = 1 << 30
 """This bit of a count is set if the token is in the prompt. The lower bits count the token in the output."""
@@ -35,6 +35,7 @@ def _penalties_kernel(
     logits: tl.tensor, logits_stride: tl.tensor, counts: tl.tensor, counts_stride: tl.tensor, rows: tl.tensor,
     count_rows: tl.tensor, frequencies: tl.tensor, presences: tl.tensor, repetitions: tl.tensor, num_tokens: tl.tensor,
 ) -> None:  # fmt: skip
+    """Compute ``penalize`` for a block of one row."""
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count_row = tl.load(count_rows + index).to(tl.int64)
@@ -59,11 +60,12 @@ def penalize(logits: Tensor, counts: Tensor, rows: PenalizedRows) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["logits_stride", "words_stride", "num_tokens"], do_not_specialize_on_alignment=["rules"])
+@kernel(do_not_specialize=["logits_stride", "words_stride", "num_tokens"], do_not_specialize_on_alignment=["rules"])
 def _mask_kernel(
     logits: tl.tensor, logits_stride: tl.tensor, words: tl.tensor, words_stride: tl.tensor, rules: tl.tensor,
     num_tokens: tl.tensor,
 ) -> None:  # fmt: skip
+    """Compute ``mask`` for a block of one row."""
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_token = columns < num_tokens
@@ -75,9 +77,6 @@ def _mask_kernel(
     tl.store(logits + row * logits_stride + columns, float("-inf"), mask=is_token & is_banned)
 
 
-_mask = KernelLauncher(_mask_kernel)
-
-
 def mask(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
     """Set the logits [S, V] of forbidden tokens to -inf.
 
@@ -87,4 +86,4 @@ def mask(logits: Tensor, rules: Tensor, masks: Tensor) -> None:
     num_tokens = min(logits.shape[1], 32 * masks.shape[1])
     key = logits.dtype, *alignments(logits, masks)
     arguments = logits, logits.stride(0), masks, masks.stride(0), rules, num_tokens
-    _mask((len(rules), -(-num_tokens // BLOCK.value), 1), key, arguments, {"num_warps": 4})
+    _mask_kernel((len(rules), -(-num_tokens // BLOCK.value), 1), key, arguments, {"num_warps": 4})

@@ -1,4 +1,6 @@
-"""Norms on a GPU, each in one pass over the memory. T rows, D columns."""
+"""Norms on a GPU, each in one pass over the memory. A program has a whole row, whose sums depend only on D. T rows, D
+columns.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import wait_between_products
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 
 
 @triton.jit
@@ -20,12 +22,13 @@ def rms_normed(x: tl.tensor, weight: tl.tensor, num_columns: tl.tensor, eps: tl.
     return normed.to(x.dtype)
 
 
-@triton.jit
+@kernel()
 def _norm_kernel(
     delta: tl.tensor, residual: tl.tensor, post: tl.tensor, weight: tl.tensor, out: tl.tensor, row_stride: tl.tensor,
     num_columns: tl.tensor, epsilon: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``add_rms_norm`` for one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < num_columns
@@ -46,11 +49,12 @@ def _norm_kernel(
         tl.store(out + row * num_columns + columns, rms_normed(x, scale, num_columns, eps), mask=mask)
 
 
-@triton.jit
+@kernel()
 def _layer_norm_kernel(
     delta: tl.tensor, residual: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     EPSILON: tl.constexpr, KEEPS_SUM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``add_layer_norm`` for one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < num_columns
@@ -73,10 +77,6 @@ def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-_norm = KernelLauncher(_norm_kernel)
-_layer_norm = KernelLauncher(_layer_norm_kernel)
-
-
 def add_rms_norm(
     delta: Tensor | None, residual: Tensor, weight: Tensor | None, epsilon: Tensor, *, post: Tensor | None = None
 ) -> Tensor:
@@ -91,10 +91,8 @@ def add_rms_norm(
         out = torch.empty((num_rows, num_columns), dtype=residual.dtype, device=residual.device)
     stride, block = residual.stride(0), next_power_of_2(num_columns)
     arguments = (delta, residual, post, weight, out, stride, num_columns, epsilon, block)
-    dtypes = residual.dtype, None if weight is None else weight.dtype, None if post is None else post.dtype
-    aligned = alignments(residual if delta is None else delta, residual)
-    key = (*dtypes, num_columns, stride, delta is None, *aligned)
-    _norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    key = (*dtypes(residual, weight, post), num_columns, stride, *alignments(delta, residual))
+    _norm_kernel((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out
 
 
@@ -107,5 +105,5 @@ def add_layer_norm(
     block = next_power_of_2(num_columns)
     arguments = (delta, residual, weight, bias, out, num_columns, epsilon, keeps_sum, block)
     key = (residual.dtype, num_columns, epsilon, bias is None, keeps_sum, *alignments(delta, residual))
-    _layer_norm((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
+    _layer_norm_kernel((num_rows, 1, 1), key, arguments, options(_num_warps(block)))
     return out

@@ -1,5 +1,8 @@
 """Changes and copies of KV pages on a GPU.
 
+Programs: ``clean`` has one for each row and each side of a layer, ``convert`` one for each position, and
+``flatten_pages`` one for each row.
+
 L layers, N pages of the pool, K kv heads, S page size, E head size, X rows, C positions.
 """
 
@@ -10,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
-from aioengine.kernels.triton.scores import scales_key
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
 BLOCK = tl.constexpr(1024)
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@kernel(do_not_specialize=["part_stride"])
 def _clean_kernel(
     pool: tl.tensor, marks: tl.tensor, rows: tl.tensor, page_ids: tl.tensor, part_stride: tl.tensor,
     PAGE_ELEMENTS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Clean the pages of one row in the keys or the values of one layer, if the row has failed."""
     row = rows + 3 * tl.program_id(0)
     if tl.load(marks + tl.load(row)) < 0:
         part = pool + tl.program_id(1) * part_stride.to(tl.int64)
@@ -35,9 +38,6 @@ def _clean_kernel(
                 tl.store(page + offsets, tl.where(is_finite, elements, 0.0), mask=inside)
 
 
-_clean = KernelLauncher(_clean_kernel)
-
-
 def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> None:
     """See ``kernels.clean_pages``: pool [L, 2, N, K, S, E], token_ids [M], rows [X, 3], page_ids [Y]."""
     num_layers, num_sides, _, num_kv_heads, page_size, head_size = pool.shape
@@ -45,14 +45,15 @@ def clean(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor) -> No
     tensors = pool, token_ids, rows, page_ids
     key = (pool.dtype, page_elements, *alignments(*tensors))
     arguments = (*tensors, pool.stride(1), page_elements)
-    _clean((rows.shape[0], num_layers * num_sides, 1), key, arguments, {"num_warps": 4})
+    _clean_kernel((rows.shape[0], num_layers * num_sides, 1), key, arguments, {"num_warps": 4})
 
 
-@triton.jit
+@kernel()
 def _convert_kernel(
     keys: tl.tensor, values: tl.tensor, slots: tl.tensor, scales: tl.tensor, out_keys: tl.tensor, out_values: tl.tensor,
     NUM_KV: tl.constexpr, PAGE_SIZE: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Copy the key and the value of one position."""
     position = tl.program_id(0).to(tl.int64)
     head, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (head < NUM_KV) & (columns < SIZE)
@@ -68,9 +69,6 @@ def _convert_kernel(
     tl.store(out_values + target, value.to(out_values.dtype.element_ty), mask=inside)
 
 
-_convert = KernelLauncher(_convert_kernel)
-
-
 def convert(
     pool: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype, scales: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -78,8 +76,8 @@ def convert(
     _, num_kv, page_size, size = pool[0].shape
     keys, values = torch.empty(2, len(slots), num_kv, size, dtype=dtype, device=slots.device)
     sizes = num_kv, page_size, size, next_power_of_2(num_kv), next_power_of_2(size)
-    key = pool[0].dtype, dtype, slots.dtype, sizes, scales_key(scales), *alignments(*pool, slots, values)
-    _convert((len(slots), 1, 1), key, (*pool, slots, scales, keys, values, *sizes), {"num_warps": 4})
+    key = pool[0].dtype, dtype, slots.dtype, sizes, *alignments(*pool, slots, values, scales)
+    _convert_kernel((len(slots), 1, 1), key, (*pool, slots, scales, keys, values, *sizes), {"num_warps": 4})
     return keys, values
 
 
@@ -87,6 +85,7 @@ def convert(
 def _pages_kernel(
     page_table: tl.tensor, row_stride: tl.tensor, starts: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
+    """Copy the page table of one row."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start

@@ -38,6 +38,7 @@ COLUMNS = gl.constexpr(64)
 """Columns of a box of keys or values: 128 bytes."""
 STAGES = gl.constexpr(2)
 """Blocks of keys, and of values, in shared memory."""
+# layouts of keys, values, queries and weights in shared memory, and of sums and other tensors in registers
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LARGE, 16]))
 TOTALS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES.value, 16]))
@@ -196,6 +197,7 @@ def _prompt_kernel(
     last_lengths: tl.tensor, page_ids: tl.tensor, tiles: tl.tensor, out: tl.tensor, scale: tl.tensor,
     SIZES: gl.constexpr,
 ) -> None:  # fmt: skip
+    """Attend with the query rows of one tile, for the heads of one kv head. Start its groups of warps."""
     start, first_token, count, first_page, length = tokens_of(
         tiles, gl.program_id(1), query_starts, page_starts, last_lengths, SIZES.page_size
     )

@@ -7,6 +7,8 @@ them again. So the ranks need no other signal, and a part takes as long as one t
 An inbox has two lines for a row of each other rank, used in turns. A rank sends part n + 2 of a row after it has
 received part n + 1, which the other rank sent after its kernel of part n had ended. So that line is empty then.
 
+A program has one row. All ranks add the parts in fp32 in the same order, so they get the same bits.
+
 R rows, D columns, X words of a row, P ranks padded to a power of 2.
 """
 
@@ -19,7 +21,7 @@ import triton
 import triton.language as tl
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def _received(words: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return found
 
 
-@triton.jit
+@kernel()
 def _sum_kernel(
     parts: tl.tensor, residual: tl.tensor, weight: tl.tensor, out: tl.tensor, num_columns: tl.tensor,
     epsilon: tl.tensor, inboxes: tl.tensor, turns: tl.tensor,
@@ -116,9 +118,8 @@ def _sum_kernel(
     tl.store(out.to(WORDS, bitcast=True) + words, _packed(low_sum, high_sum), mask=mask)
 
 
-MANY_ROWS = 1024
+SMALL_PROGRAM_ROWS = 1024
 """From this number of rows on, programs of few threads are faster. Measured on two H200s."""
-_sum = KernelLauncher(_sum_kernel)
 
 
 class Inboxes:
@@ -160,8 +161,7 @@ class Inboxes:
         block = next_power_of_2(num_columns // 2)
         constants = self._rank, self._size, self._max_rows, block
         arguments = (parts, residual, weight, out, num_columns, epsilon, self.memory.addresses, self._turns, *constants)
-        aligned = alignments(parts, parts if residual is None else residual)
-        key = (parts.dtype, None if weight is None else weight.dtype, num_columns, *constants, *aligned)
-        num_warps = 4 if num_rows >= MANY_ROWS else min(max(block // 128, 1), 16)
-        _sum((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
+        key = (*dtypes(parts, weight), num_columns, *constants, *alignments(parts, residual))
+        num_warps = 4 if num_rows >= SMALL_PROGRAM_ROWS else min(max(block // 128, 1), 16)
+        _sum_kernel((num_rows, 1, 1), (*key, num_warps), arguments, options(num_warps))
         return out

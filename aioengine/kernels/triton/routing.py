@@ -1,5 +1,8 @@
 """Routing of tokens to experts on a GPU, without synchronizing with the host, and grouping of pairs into tiles.
 
+``_route_kernel`` has a program for each token. ``_align_kernel`` has a program for each expert, or for each expert and
+block of pairs: it finds the pairs of this expert. The order of pairs is always the same.
+
 T tokens, E experts, K experts per token, P = T * K (token, expert) pairs. Pair p belongs to token p // K. A tile has up
 to ``rows`` pairs of one expert.
 """
@@ -16,7 +19,7 @@ from torch import Tensor
 from aioengine.families._experts import RouterConfig
 from aioengine.kernels.expert_types import ChosenExperts
 from aioengine.kernels.triton.dependent import wait_and_start_next
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2, options
 
 FEW_PAIRS = 2048
 """Up to this number of pairs, each program of ``_align_kernel`` counts all pairs. More pairs are counted in blocks by
@@ -30,13 +33,17 @@ COLUMNS = 3
 """Numbers per tile: expert, start and end of its pairs in ``Tiling.order``."""
 
 
-@triton.jit
+@kernel()
 def _route_kernel(
     logits: tl.tensor, bias: tl.tensor, experts: tl.tensor, weights: tl.tensor,
     NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr,
     TOP_K: tl.constexpr, LANES: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, SCALE: tl.constexpr,
     IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Compute ``route`` for one token.
+
+    NUM_GROUPS, SIZE: groups, and experts of a group; GROUPS, PLACES: both padded. LANES: TOP_K, padded.
+    """
     token = tl.program_id(0).to(tl.int64)
     groups, places = tl.arange(0, GROUPS)[:, None], tl.arange(0, PLACES)[None, :]
     numbers = groups * SIZE + places
@@ -92,21 +99,26 @@ def _counted(
     return tl.histogram(tl.load(experts + pairs, mask=inside, other=0), BINS, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@kernel(do_not_specialize=["num_pairs"])
 def _count_kernel(
     experts: tl.tensor, counts: tl.tensor, num_pairs: tl.tensor, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Count the pairs of each expert in one block. counts: [blocks, BINS]."""
     block = tl.program_id(0)
     wait_and_start_next()
     tl.store(counts + block * BINS + tl.arange(0, BINS), _counted(experts, block * BLOCK, num_pairs, BINS, BLOCK))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+@kernel(do_not_specialize=["num_pairs", "max_tiles"])
 def _align_kernel(
     experts: tl.tensor, counted: tl.tensor, order: tl.tensor, tiles: tl.tensor, num_tiles: tl.tensor,
     num_pairs: tl.tensor, max_tiles: tl.tensor, BINS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     IS_COUNTED: tl.constexpr, COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store the pairs of one expert in a block, and in the first block its tiles. BINS: the experts, padded.
+
+    IS_COUNTED: ``counted`` are the results of ``_count_kernel``. Otherwise there is one block, and each program counts.
+    """
     expert, own_block = tl.program_id(0), tl.program_id(1)
     wait_and_start_next()
     bins = tl.arange(0, BINS)
@@ -142,11 +154,6 @@ def _align_kernel(
         first += tl.sum(is_own)
 
 
-_route = KernelLauncher(_route_kernel)
-_count = KernelLauncher(_count_kernel)
-_align = KernelLauncher(_align_kernel)
-
-
 def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterConfig) -> ChosenExperts:
     """Compute ``kernels.routing.route`` for contiguous logits [T, E] and bias [E]."""
     num_tokens, num_experts = logits.shape
@@ -158,9 +165,8 @@ def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterConfig)
     counts = top_k, next_power_of_2(top_k), router.top_groups, router.group_top
     rules = router.scale, router.scoring == "sigmoid", router.is_normalized
     arguments = (logits, bias, experts, weights, *groups, *counts, *rules)
-    alignments = logits.data_ptr() % 16, bias is not None and bias.data_ptr() % 16
-    key = logits.dtype, None if bias is None else bias.dtype, num_experts, top_k, router, alignments
-    _route((num_tokens, 1, 1), key, arguments, options(1))
+    key = *dtypes(logits, bias), num_experts, top_k, router, *alignments(logits, bias)
+    _route_kernel((num_tokens, 1, 1), key, arguments, options(1))
     return ChosenExperts(experts, weights)
 
 
@@ -202,8 +208,8 @@ def align(chosen: ChosenExperts, *, num_experts: int, rows: int) -> Tiling:
         num_blocks = -(-num_pairs // block)
         counted = experts.new_empty((num_blocks, bins))
         arguments = experts, counted, num_pairs, bins, block
-        _count((num_blocks, 1, 1), key, arguments, options(num_warps))
+        _count_kernel((num_blocks, 1, 1), key, arguments, options(num_warps))
     numbers = num_pairs, max_tiles, bins, rows, block, is_counted, max(COUNTS_AT_A_TIME // bins, 1)
     arguments = (experts, counted, order, tiles, num_tiles, *numbers)
-    _align((num_experts, num_blocks, 1), (*key, rows), arguments, options(num_warps))
+    _align_kernel((num_experts, num_blocks, 1), (*key, rows), arguments, options(num_warps))
     return Tiling(order, tiles, num_tiles, chosen)

@@ -13,6 +13,8 @@ Truncation compares weights: probabilities relative to the largest one, in fp32.
 order, because no weight is negative. A threshold is found by bisection over these bits; 0x3F800000 is 1.0, the largest
 weight, and the threshold -1 is below all weights.
 
+``_blocks_kernel`` has a program for each block of a row, ``_pick_kernel`` and ``_truncated_kernel`` one for each row.
+
 S rows, X truncated rows, V vocabulary.
 """
 
@@ -26,10 +28,11 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.triton.dependent import start_next_and_wait
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2, options
+from aioengine.kernels.triton.launcher import kernel, next_power_of_2, options
 from aioengine.kernels.triton.rank_messages import SharedMemory, message, received
 
 BLOCK = tl.constexpr(2048)
+"""Tokens of a program of ``_blocks_kernel``."""
 LOOP_BLOCK = tl.constexpr(8192)
 """Tokens that a program loads at once for rows with truncation rules."""
 CONTIGUOUS = tl.constexpr(4)
@@ -98,7 +101,7 @@ def _line(inboxes: tl.tensor, rank: tl.constexpr, place: tl.tensor) -> tl.tensor
     return tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + place
 
 
-@triton.jit(do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "indices"])
+@kernel(do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "indices"])
 def _blocks_kernel(
     logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, part_size: tl.tensor, fields: tl.tensor,
     field_stride: tl.tensor, maxima: tl.tensor, masses: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
@@ -132,9 +135,7 @@ def _blocks_kernel(
             tl.store(line + num_blocks, message(mass, count))
 
 
-@triton.jit(
-    do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "out", "indices", "last_tokens"]
-)
+@kernel(do_not_specialize=["field_stride"], do_not_specialize_on_alignment=["fields", "out", "indices", "last_tokens"])
 def _pick_kernel(
     logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, part_size: tl.tensor, fields: tl.tensor,
     field_stride: tl.tensor, maxima: tl.tensor, masses: tl.tensor, num_blocks: tl.tensor, indices: tl.tensor,
@@ -234,7 +235,7 @@ def _find_threshold(row: tl.tuple, num_tokens: tl.constexpr, limit: tl.tensor, C
     return high
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["field_stride"],
     do_not_specialize_on_alignment=["fields", "rows", "top_ks", "top_ps", "min_ps", "out"],
 )
@@ -327,11 +328,6 @@ def _draw_kept(
     tl.store(out, tl.minimum(token, last).to(tl.int64))
 
 
-_blocks = KernelLauncher(_blocks_kernel)
-_pick = KernelLauncher(_pick_kernel)
-_truncated = KernelLauncher(_truncated_kernel)
-
-
 def _sizes(vocab_size: int, num_embeddings: int, num_parts: int) -> tuple[int, int]:
     """Return the tokens of a part, and the blocks of all parts. See ``SamplingKernels``."""
     part_size = vocab_size if num_parts == 1 else triton.cdiv(num_embeddings, num_parts)
@@ -399,11 +395,11 @@ class SamplingKernels:
         constants = (0, 1, 0) if ranks is None else (ranks.rank, ranks.size, ranks.max_rows)
         key = (logits.dtype, *sizes, num_blocks, logits.data_ptr() % 16, indices is None, *constants)
         grid = num_rows, num_blocks // constants[1], 1
-        _blocks(grid, key, (*inputs, *inbox, *constants), options(1))
-        _pick((num_rows, 1, 1), key, (*inputs, *inbox, out, tokens, *constants, blocks), options(8))
+        _blocks_kernel(grid, key, (*inputs, *inbox, *constants), options(1))
+        _pick_kernel((num_rows, 1, 1), key, (*inputs, *inbox, out, tokens, *constants, blocks), options(8))
         if draws.rules is not None:
             arguments = (logits, *sizes[:2], *fields, self._maxima, num_blocks, *draws.rules, out, blocks)
-            _truncated((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
+            _truncated_kernel((len(draws.rules[0]), 1, 1), key, arguments, {"num_warps": 16})
 
     def run_all(self, logits: Tensor) -> None:
         """Run all specializations of the kernels for logits like these [1, >= V], to compile them."""

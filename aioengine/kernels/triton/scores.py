@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(-1.0e30)
@@ -46,16 +46,10 @@ class ScoreRules(NamedTuple):
     @property
     def tensors_key(self) -> object:
         """Return the part of a ``KernelLauncher`` key that depends on the sinks and the scales."""
-        sinks = None if self.sinks is None else (self.sinks.dtype, self.sinks.data_ptr() % 16)
-        return sinks, scales_key(self.scales)
+        return dtypes(self.sinks), alignments(self.sinks, self.scales)
 
 
 NO_RULES = ScoreRules()
-
-
-def scales_key(scales: Tensor | None) -> int | None:
-    """Return the part of a ``KernelLauncher`` key that depends on the scales [2] of keys and values."""
-    return None if scales is None else scales.data_ptr() % 16
 
 
 @triton.jit
@@ -180,7 +174,7 @@ MERGED_ROWS = tl.constexpr(16)
 """Heads of tokens per program."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _merge_results_kernel(
     out: tl.tensor, weights: tl.tensor, other: tl.tensor, other_weights: tl.tensor, num_rows: tl.tensor,
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
@@ -205,9 +199,6 @@ def _merge_results_kernel(
     tl.store(out + targets, result.to(own.dtype), mask=inside)
 
 
-_merge = KernelLauncher(_merge_results_kernel)
-
-
 def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) -> None:
     """Merge ``other`` into ``out``, contiguous [T, H, E] each: results of attention over different positions.
 
@@ -229,5 +220,5 @@ def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, 
     num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
     tensors = out, weights, other, other_weights
     sizes = num_heads, head_size, next_power_of_2(head_size), has_sinks
-    key = out.dtype, other_weights.dtype, sizes, *alignments(*tensors)
-    _merge((-(-num_rows // MERGED_ROWS.value), 1, 1), key, (*tensors, num_rows, *sizes), {"num_warps": 4})
+    key, arguments = (*dtypes(out, other_weights), sizes, *alignments(*tensors)), (*tensors, num_rows, *sizes)
+    _merge_results_kernel((-(-num_rows // MERGED_ROWS.value), 1, 1), key, arguments, {"num_warps": 4})

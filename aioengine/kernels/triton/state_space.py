@@ -1,4 +1,8 @@
-"""The state space of Mamba 2 (arXiv 2405.21060): short rows token by token, long rows in blocks of tokens.
+"""The state space of Mamba 2 (``kernels.state_space``): short rows token by token, long rows in blocks of tokens.
+
+A program has some value columns of one head of a row. Within a block, the outputs are products of matrices in tf32, as
+in attention without softmax; the state is passed from block to block. A result then depends on the place of the token
+in its block.
 
 T packed tokens, C channels, H heads, G groups, K and V sizes of a head, N slots, R rows.
 """
@@ -14,12 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from aioengine.kernels.state_types import SpaceWeights, StateRows
-from aioengine.kernels.triton.causal_conv import rows_key, span_of
-from aioengine.kernels.triton.gated_delta import LEAST_TOKENS, TOKENS, decayed, load_matrix
-from aioengine.kernels.triton.launcher import KernelLauncher, alignments, next_power_of_2
+from aioengine.kernels.triton.activation import softplus_of
+from aioengine.kernels.triton.causal_conv import TOKENS, rows_key, span_of
+from aioengine.kernels.triton.gated_delta import BLOCK_VALUES, LEAST_TOKENS, SCAN_VALUES, decayed, load_matrix
+from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
-_VALUES = 16, 32
-"""State matrix columns per program, without and with blocks."""
 _MOST_KEYS: Final = 128
 """Blocks of larger b and c do not fit into shared memory."""
 
@@ -29,12 +32,11 @@ def _times(
     steps: tl.tensor, inside: tl.tensor, bias: tl.tensor, LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr
 ) -> tl.tensor:
     """Return dt; 0 where not ``inside``."""
-    step = tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    step = softplus_of(tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias)
     return tl.where(inside, tl.minimum(tl.maximum(step, LEAST_TIME), MOST_TIME), 0.0)
 
 
-@triton.jit
+@kernel()
 def _rows_kernel(
     channels: tl.tensor, steps: tl.tensor, rates: tl.tensor, biases: tl.tensor, skips: tl.tensor, state: tl.tensor,
     slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
@@ -90,9 +92,6 @@ def _rows_kernel(
     tl.store(places, matrix, mask=is_key[:, None] & is_value[None, :])
 
 
-_rows = KernelLauncher(_rows_kernel)
-
-
 def state_space(
     channels: Tensor, steps: Tensor, weights: SpaceWeights, state: Tensor, *, rows: StateRows, in_blocks: bool
 ) -> Tensor:
@@ -108,10 +107,10 @@ def state_space(
     key = (channels.dtype, *sizes, *weights.limits, *alignments(steps, state), has_blocks, *rows_key(rows))
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
     most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
-    forms = (False, _VALUES[0], 1, most, 1), (True, _VALUES[1], LEAST_TOKENS, sys.maxsize, 8)
+    forms = (False, SCAN_VALUES, 1, most, 1), (True, BLOCK_VALUES, LEAST_TOKENS, sys.maxsize, 8)
     for in_blocks, max_values, least, most, num_warps in forms[: 1 + has_blocks]:
         blocks = block_k, min(block_v, max_values)
         grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
         arguments = (*tensors, out, *sizes, *blocks, *weights.limits, least, most, in_blocks)
-        _rows(grid, (*key, in_blocks), arguments, {"num_warps": num_warps})
+        _rows_kernel(grid, (*key, in_blocks), arguments, {"num_warps": num_warps})
     return out

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aioengine.kernels.triton.launcher import KernelLauncher, next_power_of_2
+from aioengine.kernels.triton.launcher import kernel, next_power_of_2
 
 SEGMENT_SIZE = tl.constexpr(128)
 SEGMENTS_PER_BLOCK = tl.constexpr(16)
@@ -28,7 +28,7 @@ REQUESTED_BLOCK = tl.constexpr(64)
 """Requested tokens that are read at a time."""
 
 
-@triton.jit
+@kernel()
 def _summary_kernel(
     logits: tl.tensor, row_stride: tl.tensor, num_tokens: tl.tensor, summary: tl.tensor, summary_stride: tl.tensor
 ) -> None:
@@ -60,7 +60,7 @@ def _keys(x: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> tl.tensor:
     return tl.where(inside, keys, -0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["num_top", "num_requested"],
     do_not_specialize_on_alignment=["token_ids", "requested", "summary", "out"],
 )
@@ -116,10 +116,6 @@ def _measure_kernel(
             tl.store(ids_out + 1 + place, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
 
 
-_summarize = KernelLauncher(_summary_kernel)
-_measure = KernelLauncher(_measure_kernel)
-
-
 def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor | None) -> Tensor:
     """See ``kernels.token_logprobs``: logits [N, V], token_ids [N], requested [N, M] -> [N, W]. K <= ``MANY``."""
     num_rows, width = logits.shape
@@ -130,10 +126,10 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor |
     rows = logits, logits.stride(0), width
     key = logits.dtype, logits.stride(0), width, logits.data_ptr() % 16
     arguments = (*rows, summary, summary.stride(0))
-    _summarize((num_rows, num_blocks, 1), key, arguments, {"num_warps": 1})
+    _summary_kernel((num_rows, num_blocks, 1), key, arguments, {"num_warps": 1})
     blocks, most = next_power_of_2(num_blocks), FEW if num_top <= FEW else MANY
     # without requested tokens, any pointer: it is not read
     tokens = token_ids, num_top, token_ids if requested is None else requested, num_requested
     arguments = (*rows, summary, num_blocks, *tokens, out, blocks, most)
-    _measure((num_rows, 1, 1), (*key, most), arguments, {"num_warps": 4 if most == FEW else 8})
+    _measure_kernel((num_rows, 1, 1), (*key, most), arguments, {"num_warps": 4 if most == FEW else 8})
     return out

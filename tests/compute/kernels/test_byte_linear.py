@@ -9,7 +9,8 @@ import torch
 
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.triton import byte_linear
-from aioengine.kernels.triton.code_linear import device_codes, num_tiles
+from aioengine.kernels.triton.code_linear import num_tiles
+from aioengine.kernels.triton.device_codes import device_codes
 
 torch.manual_seed(0)
 x = torch.randn(3, 320)
@@ -22,7 +23,7 @@ for group in (320, 128):
     assert numbers[:3].float().abs().amax(1).eq(448).all()
 
 x = torch.randn(3, 256).bfloat16().float()
-for dtype, low in ((byte_linear.FP8, byte_linear.FP8_LOW.value), (torch.int8, byte_linear.INT8_LOW.value)):
+for dtype, low in ((byte_linear.FP8, byte_linear.FP8_LOW_FACTOR), (torch.int8, byte_linear.INT8_LOW_FACTOR)):
     numbers, scales = byte_linear.quantize_rows(x, 256, dtype, low)
     high, low_numbers = numbers.float().view(2, 4, 256)[:, :3]
     sums = high + low_numbers / low
@@ -63,7 +64,7 @@ import torch
 
 from aioengine.kernels.codes import Codes
 from aioengine.kernels.triton import byte_linear
-from aioengine.kernels.triton.code_linear import device_codes
+from aioengine.kernels.triton.device_codes import device_codes
 
 for dtype in (byte_linear.FP8, torch.int8):
     for group in (1024, 128):

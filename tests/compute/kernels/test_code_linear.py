@@ -9,8 +9,9 @@ import torch
 
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton.code_linear import (
-    dequantize, device_codes, matmul, num_tiles, serves, serves_vector, vector_matmul
+    dequantize, matmul, num_tiles, serves, serves_vector, vector_matmul
 )
+from aioengine.kernels.triton.device_codes import device_codes
 
 
 def check(codes, num_rows):
@@ -70,7 +71,8 @@ COMPILED = """
 import torch
 
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.triton.code_linear import dequantize, device_codes, matmul, serves_vector, vector_matmul
+from aioengine.kernels.triton.code_linear import dequantize, matmul, serves_vector, vector_matmul
+from aioengine.kernels.triton.device_codes import device_codes
 
 for numbers, shape, bits, group, has_offsets in (
     (torch.float8_e4m3fn, (256, 1024), 8, 1024, False), (torch.float8_e4m3fn, (256, 1024), 8, 128, False),

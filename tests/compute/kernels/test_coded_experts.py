@@ -109,7 +109,7 @@ import torch
 
 from aioengine.kernels.expert_types import SILU, ChosenExperts, ExpertWeights, GateFunction
 from aioengine.kernels.triton import experts
-from aioengine.kernels.triton.code_linear import DeviceCodes
+from aioengine.kernels.triton.device_codes import DeviceCodes
 
 
 def zeros(*shape, dtype=torch.bfloat16):

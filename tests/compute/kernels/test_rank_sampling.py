@@ -30,7 +30,7 @@ def draws(seed, temperature, is_greedy):
 """
 
 SAMPLED = """
-pick, owners = sampling._pick, []
+pick, owners = sampling._pick_kernel, []
 for number, case in enumerate(["greedy", "ties", "nan", "skipped", "sampled", "sampled"]):
     logits = torch.randn(1, NUM_EMBEDDINGS, generator=torch.Generator().manual_seed(number)).bfloat16() * 2
     if case == "ties":
@@ -45,9 +45,9 @@ for number, case in enumerate(["greedy", "ties", "nan", "skipped", "sampled", "s
     of_ranks = [part.contiguous() for part in logits.split(PART_SIZE, 1)]
     owner = max(int(expected), 0) // PART_SIZE
     owners.append(owner)
-    sampling._pick = lambda *_: None  # a program would wait for the blocks of the other rank
+    sampling._pick_kernel = lambda *_: None  # a program would wait for the blocks of the other rank
     parts[1 - owner].sample(of_ranks[1 - owner], settings, found, (index, tokens))
-    sampling._pick = pick
+    sampling._pick_kernel = pick
     for rank in (owner, 1 - owner):
         found.zero_()
         tokens.fill_(7)

@@ -12,9 +12,9 @@ NUM_OUTPUTS = (64, 256, 1000, 1024, 4096, 14_336, 16_384, 28_672, 65_536, 151_93
 
 def test_programs_stay_within_their_split_of_the_inputs() -> None:
     pytest.importorskip("triton")
-    from aioengine.kernels.triton.skinny_linear import MAX_ROWS, num_tiles, shape_of_programs
+    from aioengine.kernels.triton.skinny_linear import SKINNY_ROWS, num_tiles, shape_of_programs
 
-    for num_outputs, size, num_rows in itertools.product(NUM_OUTPUTS, SIZES, (2, MAX_ROWS // 2, MAX_ROWS)):
+    for num_outputs, size, num_rows in itertools.product(NUM_OUTPUTS, SIZES, (2, SKINNY_ROWS // 2, SKINNY_ROWS)):
         programs = shape_of_programs(num_outputs, size, num_rows)
         if programs is None:
             continue
