@@ -224,13 +224,13 @@ def decode(
     max_splits = rows.splits.shape[1]
     num_tokens = rows.most_tokens
     sums = torch.empty(max_splits, num_tokens * num_heads, head_size, dtype=torch.float32, device=q.device)
-    stats = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
+    marks = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
     counts = 1, num_tokens
     num_queries = tuple(max(next_power_of_2(count * num_heads // num_kv_heads), LEAST_QUERIES) for count in counts)
     block = 128 if head_size <= 128 else 64
     sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_queries
-    tensors = (q, *pool, *rows[:5], sums, stats, out)
-    alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
+    tensors = (q, *pool, *rows[:5], sums, marks, out)
+    alignment = alignments(q, *pool, sums, marks, out, *(other or ()))
     key = (*dtypes(q, pool[0]), sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
     _decode_kernel((num_kv_heads, max_splits, 1), key, arguments, options(4))
