@@ -370,6 +370,8 @@ class Sessions:
 
     def _release_images(self, turn: Turn) -> None:
         """Release the images of a turn that has ended and is dropped."""
+        if not turn.media:
+            return
         session, before = turn.session, set(turn.session.images)
         session.images -= Counter(image.content for image in turn.media)  # without images that no turn has
         turn.media = []
