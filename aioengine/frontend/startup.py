@@ -302,7 +302,7 @@ async def start_frontend(
             announcing.cancel()
         for warning in filter(None, (blueprint.warning, facts.get("warning"))):
             warn_caller(str(warning), stacklevel=2)
-        # Not before: a start that ends early does not wait for the tokenizer, which may end after the loop is closed.
+        # Awaited only now: if the start fails before, the tokenizer may be ready only after the loop is closed.
         tokenizer, longest = None, None
         if loading is not None:
             tokenizer, longest = await asyncio.wrap_future(loading)

@@ -77,7 +77,7 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Code
 def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
     """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O].
 
-    It adds the products of an output in the order of the inputs, row by row.
+    A row has the same bits for any number of rows.
     """
     factors = codes.scales[:, 0].bfloat16()
 
@@ -92,7 +92,7 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
 def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
     """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O].
 
-    It adds the products of an output in the order of the inputs, row by row.
+    A row has the same bits for any number of rows.
     """
     order, scales = codes.order, codes.scales
     offsets = MIDDLE * scales if codes.offsets is None else codes.offsets + MIDDLE * scales

@@ -113,9 +113,9 @@ async def score(call: HttpCall) -> Response:
     body = read_fields(call.body, ScoreBody)
     name, adapter = await call.model.find(body.model)
     if body.items is not None:
-        given: Any = body.query, body.items, body.label_token_ids
+        inputs: Any = body.query, body.items, body.label_token_ids
         options: Any = {"apply_softmax": body.apply_softmax, "item_first": body.item_first, "lora_path": adapter}
-        result = await call.model.engine.async_score(*given, **options)
+        result = await call.model.engine.async_score(*inputs, **options)
         usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
         return json_response({"object": "scoring", "model": name, "scores": result.scores, "usage": usage})
     pairs = _pairs(body.text_1, body.text_2)

@@ -370,13 +370,11 @@ class Sessions:
 
     def _release_images(self, turn: Turn) -> None:
         """Release the images of a turn that has ended and is dropped."""
-        if not turn.media:
-            return
-        session, before = turn.session, set(turn.session.images)
-        session.images -= Counter(image.content for image in turn.media)  # without images that no turn has
+        session, contents = turn.session, [image.content for image in turn.media]
         turn.media = []
-        if self._images is not None:
-            self._images.let_go(before - session.images.keys())
+        session.images -= Counter(contents)  # without images that no turn has
+        if self._images is not None and contents:
+            self._images.let_go({*contents} - session.images.keys())
 
     def _add(self, turn: Turn, parent: Turn) -> None:
         session = turn.session
