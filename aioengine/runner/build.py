@@ -25,6 +25,7 @@ from aioengine.families._draft_heads import read_draft_head
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
+from aioengine.kernels.vector_functions import prepare_vector_functions
 from aioengine.layers.layer import WHOLE, Shard
 from aioengine.layers.ranks import RankGroup
 from aioengine.model_files.checkpoint import check_unchanged
@@ -82,6 +83,7 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
 def _build(settings: Settings, device: torch.device, report: Callable[[Progress], None]) -> ModelRunner:
     times = StartTimes()
     torch.set_num_threads(settings.runner.num_threads)
+    prepare_vector_functions()
     vocab_size = sampled_vocab_size(settings)
     check_unchanged(settings.model.files)
     shard = _shard(settings, device)

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from aioengine.kernels.vector_functions import prepare_vector_functions
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+prepare_vector_functions()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from aioengine.kernels.vector_functions import prepare_vector_functions
+
 HERE = Path(__file__).parent
+
+prepare_vector_functions()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
