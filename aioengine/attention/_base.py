@@ -282,12 +282,8 @@ class FixedDecode(StepAttention, Protocol):
 
     most_tokens: int
 
-    def plan_capture(self, kv_lengths: Ints32) -> None:
-        """Plan the capture: fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
-        ...
-
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
-        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R].
+        """Plan a capture or a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R].
 
         tables: [X + 1] first row of each page table, and R; None: each row has its own.
         """
@@ -350,7 +346,7 @@ class FixedCascade(FixedDecode, Protocol):
     """
 
     def plan_shared(self, pages: SharedPages) -> None:
-        """Plan these groups, before their first replay."""
+        """Plan these groups, before their first replay. A capture needs no groups."""
         ...
 
 

@@ -364,12 +364,8 @@ class FixedFlashInferCascade(FixedDecodeRows):
         )
         plan = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=layers.device)
         self._wrapper.reset_workspace_buffer(layers.workspace, plan)
-
-    def plan_capture(self, kv_lengths: Ints32) -> None:
-        """Plan the capture, for rows of ``kv_lengths`` [R] positions. All rows share page 0."""
-        super().plan_capture(kv_lengths)
-        one = np.ones(1, dtype=np.int32)
-        self.plan_shared(SharedPages(one * self._num_rows, one, np.zeros(1, dtype=np.int32)))
+        row_ends, num_pages, page_ids = np.array([[num_rows], [1], [0]], dtype=np.int32)
+        self.plan_shared(SharedPages(row_ends, num_pages, page_ids))  # for the capture: all rows share page 0
 
     def plan_shared(self, pages: SharedPages) -> None:
         """Plan the shared pages of these groups, before their first replay."""

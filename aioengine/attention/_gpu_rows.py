@@ -192,13 +192,6 @@ class PagedAttention:
         assert self._prepared is not None, "prepare was not called"
         return self._prepared
 
-    def plan_capture(self, kv_lengths: Ints32) -> None:
-        """Fill the buffers for rows of ``kv_lengths`` [R] positions, all on page 0."""
-        rows, (starts, last_lengths) = self._step.rows, page_columns(kv_lengths, self._layers.page_size)
-        rows.page_starts.copy_(starts)
-        rows.last_lengths.copy_(last_lengths)
-        rows.page_ids[: int(starts[-1])].zero_()
-
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         """Do nothing: the kernels read starts [R + 1] and last_lengths [R] on the device."""
 
@@ -241,13 +234,6 @@ class FixedDecodeRows:
         self._pinned_splits = [*torch.empty(shape_of_splits, dtype=torch.int32, pin_memory=True)]
         self._copied = [torch.cuda.Event() for _ in self._pinned_splits]
         self._number = 0
-
-    def plan_capture(self, kv_lengths: Ints32) -> None:
-        """Plan the capture, for rows of ``kv_lengths`` [R] positions, all on page 0."""
-        starts, last_lengths = page_columns(kv_lengths, self._layers.page_size)
-        self._rows.page_starts.copy_(starts)
-        self._rows.page_ids[: int(starts[-1])].zero_()
-        self.plan(starts.numpy(), last_lengths.numpy())
 
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""

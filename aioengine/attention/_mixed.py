@@ -90,13 +90,8 @@ class MixedDecode(_ByLayer[FixedDecode]):
 
     most_tokens = 1
 
-    def plan_capture(self, kv_lengths: Ints32) -> None:
-        """Plan the capture, for rows of ``kv_lengths`` [R] positions."""
-        for backend in self.backends:
-            backend.plan_capture(kv_lengths)
-
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
-        """Plan a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
+        """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""
         for backend in self.backends:
             backend.plan(starts, last_lengths)
 

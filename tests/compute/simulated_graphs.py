@@ -41,11 +41,6 @@ class FixedRows(TorchAttention):
         self._tables = np.arange(num_rows + 1, dtype=np.int32)
         self._shared: list[list[int]] = [[]] * num_rows  # pages before the pages in the buffers
 
-    def plan_capture(self, kv_lengths: Ints32) -> None:
-        self._buffers.starts.copy_(torch.arange(self._num_rows + 1))
-        self._buffers.last_lengths.copy_(torch.from_numpy(kv_lengths))
-        self._buffers.page_ids[: self._num_rows].zero_()
-
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         self._tables = np.arange(self._num_rows + 1, dtype=np.int32) if tables is None else tables
 

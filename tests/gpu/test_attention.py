@@ -146,7 +146,6 @@ def test_fixed_decode_rows_against_torch(
     )
     plugin = importlib.import_module(f"aioengine.attention.{name}").PLUGIN
     fixed = plugin(shape, pool).fixed_decode(num_rows, buffers)
-    fixed.plan_capture(np.ones(num_rows, dtype=np.int32))
     for lengths in ([1, 16, 17, 300, 1, 1], [4000, 2, 900, 33, 1000, 1]):
         batch = make_batch([(length - 1, 1) for length in lengths])
         reference = TorchAttention(shape, pool.float())

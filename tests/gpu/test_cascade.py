@@ -56,7 +56,6 @@ def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
         slot_mapping=slot_mapping, starts=starts, last_lengths=last_lengths, page_ids=page_ids, max_pages=NUM_PAGES
     )
     cascade = CascadeFlashInferAttention(shape, pool).fixed_cascade(num_rows, buffers)
-    cascade.plan_capture(np.ones(num_rows, dtype=np.int32))
     batch = on_device(make_batch([(length - 1, 1) for length in lengths], tables, 16), torch.device("cuda"))
     own = [table[count:] for table, count in zip(tables, num_shared, strict=True)] + [[0]] * 3
     host_starts = torch.tensor([0, *np.cumsum([len(pages) for pages in own])], dtype=torch.int32)

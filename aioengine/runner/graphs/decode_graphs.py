@@ -388,8 +388,7 @@ class DecodeGraphs:
         """Return a function that computes a step of ``size`` rows [B]. tiles: for a step with adapters."""
         table, columns, buffers = self._table, self._inputs.columns(size), self._inputs.buffers(size)
         sources, targets, positions, slots = columns[SOURCES], columns[TARGETS], columns[POSITIONS], columns[SLOTS]
-        self._inputs.clear(size)
-        attention.plan_capture(np.ones(size, dtype=np.int32))
+        attention.plan(*self._inputs.fill_padding(size))
         token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         rows = torch.arange(size, device=self._device) if model.input_spec.rows else None
         adapters = None if tiles is None else FixedAdapters(tiles, tiles)

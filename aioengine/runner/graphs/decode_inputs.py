@@ -76,6 +76,9 @@ class DecodeInputs:
         self._device = [*torch.zeros(num_groups, capacity, dtype=torch.int32, device=device)]
         self._ends = [0] * num_groups  # of the step in the memory of each page group
         self._copied = torch.cuda.Event()
+        self._padding = np.zeros((NUM_COLUMNS, 1), dtype=np.int32)  # the columns of a padding row
+        self._padding[LAST_LENGTHS], self._padding[TARGETS] = 1, -1
+        self._padding[REJECTED] = len(table.is_upper_bound)
 
     def columns(self, size: int) -> Tensor:
         """Return the columns [C, B] of a graph of ``size`` rows on the device."""
@@ -97,11 +100,16 @@ class DecodeInputs:
             return buffers
         return replace(buffers, parts=[replace(buffers, slot_mapping=slots, page_ids=ids) for slots, ids in groups])
 
-    def clear(self, size: int) -> None:
-        """Write zeros to the device memory, to capture a graph of ``size`` rows without rejected drafts."""
+    def fill_padding(self, size: int) -> tuple[Ints32, Ints32]:
+        """Write padding rows to the device memory, to capture a graph of ``size`` rows. Return starts [B + 1] and last
+        lengths [B], the arguments of ``FixedDecode.plan``.
+        """
         for memory in self._device:
             memory.zero_()
-        self.columns(size)[REJECTED] = len(self._table.is_upper_bound)
+        columns, starts, _ = _views(self._device, size)
+        columns.copy_(torch.from_numpy(self._padding))
+        starts.copy_(torch.arange(size + 1))
+        return np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32)
 
     def fill(
         self, size: int, rows: StepRows, sampled: SampledRows, tokens: TokenRows, most_tokens: int
@@ -119,10 +127,7 @@ class DecodeInputs:
             tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
         self._fill_tokens(columns[:, :num_rows], rows, sampled, tokens)
         if num_rows < size:
-            padding = columns[:, num_rows:]
-            padding[:] = 0
-            padding[LAST_LENGTHS], padding[TARGETS] = 1, -1
-            padding[REJECTED] = len(self._table.is_upper_bound)
+            columns[:, num_rows:] = self._padding
         self._fill_pages(views, tokens, tables)
         return starts, columns[LAST_LENGTHS], tables
 

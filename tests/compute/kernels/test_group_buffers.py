@@ -61,6 +61,16 @@ for part, own_batch, window in zip(parts, batch.parts, WINDOWS, strict=True):
         assert [page > 0 for page in page_ids] == [index >= first_seen // PAGE_SIZE for index in range(end - start)]
     padded = part.page_ids[part.starts[len(lengths)] : part.starts[SIZE]].tolist()
     assert padded == [0] * (SIZE - len(lengths))
+
+# a capture has only padding rows
+padding = memory.columns(SIZE)[:, len(lengths) :].clone()
+starts, last_lengths = memory.fill_padding(SIZE)
+assert (memory.columns(SIZE) == padding[:, :1]).all()
+for part in memory.buffers(SIZE).parts:
+    assert part.starts.tolist() == starts.tolist() == [*range(SIZE + 1)]
+    assert part.last_lengths.tolist() == last_lengths.tolist() == [1] * SIZE
+    assert not part.slot_mapping.any()
+    assert not part.page_ids.any()
 """
 
 
