@@ -2,8 +2,8 @@
 
 Rows whose keys and values are all computed in this step ("fresh" rows) read them from the tensors of the step. This is
 20% faster than reading pages. Other rows read pages. If the pool has another dtype than queries, all rows read
-converted copies of its keys and values (``ConvertedRows``). Until the kernels are compiled, all rows use our Triton
-kernels (``TritonRows``).
+converted copies of its keys and values (``ConvertedRows``). Until the kernels are compiled, ``TritonAttention``
+computes these rows through the same methods, ``prepare`` and ``bind``.
 
 In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode
 kernel attends to the other pages, and merges both results. Prefill rows with the same first pages do this too, but the
@@ -40,8 +40,6 @@ from aioengine.attention.triton import TritonAttention
 from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.triton.pages import convert
 from aioengine.kernels.triton.scores import add_sinks, merge
-
-Pool = tuple[Tensor, Tensor]
 
 WORKSPACE_BYTES = 512 << 20
 _workspaces: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()
@@ -147,10 +145,10 @@ class PrefillRows:
         self._shared: tuple[slice, Tensor] | None = None
         """The tokens that share pages, and the indices of these pages' (page, kv head, offset) triples in the pool."""
 
-    def plan(
-        self, page_table: Tensor, query_lengths: Ints32, kv_lengths: Ints32, host_pages: Ints32 | None = None
-    ) -> None:
-        """Plan R >= 1 rows: page_table [R, P] on the device, lengths [R] and host_pages [R, P] on the host."""
+    def prepare(self, batch: ForwardBatch) -> None:
+        page_table, host_pages = batch.page_table, batch.host_pages
+        kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
+        query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         num_rows = len(query_lengths)
         continued = np.flatnonzero(kv_lengths > query_lengths)
         num_paged = int(continued[-1]) + 1 if continued.size else 0
@@ -191,13 +189,11 @@ class PrefillRows:
         query_lengths, kv_lengths = np.array([[num_tokens], [num_positions]], dtype=np.int32)
         plan_packed(layers, self._prefix, query_lengths, kv_lengths, is_causal=False)
 
-    def bind(self, q: Tensor, kv: Pool, out: Tensor) -> Callable[[int], None]:
-        """Return a function of the layer, which attends: q and out [T, H, E] of these rows, keys and values [T, K, E],
-        which are also in their slots.
-        """
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q [T, H, E], k and v [T, K, E] -> out [T, H, E]."""
         split = self._num_paged  # a slice takes 1 to 3 us of the host, so layers share them
         paged_q, paged_out = q[:split], out[:split]
-        fresh, fresh_out = (q[split:], kv[0][split:], kv[1][split:]), out[split:]
+        fresh, fresh_out = (q[split:], k[split:], v[split:]), out[split:]
 
         def attend(layer: int) -> None:
             pool, sinks = self._layers.pool[layer], self._layers.rules[layer].sinks
@@ -224,27 +220,6 @@ class PrefillRows:
         merge(out, weights, out, weights)
 
 
-class TritonRows:
-    """Attention of the prefill rows of a step with our Triton kernels, which read pages."""
-
-    def __init__(self, layers: FlashInferLayers) -> None:
-        self._attention = TritonAttention(layers)
-
-    def plan(
-        self, page_table: Tensor, query_lengths: Ints32, kv_lengths: Ints32, host_pages: Ints32 | None = None
-    ) -> None:
-        """Plan R >= 1 rows: page_table [R, P] on the device, lengths [R] on the host."""
-        lengths = query_lengths.tolist(), kv_lengths.tolist()
-        unused = torch.empty(0, dtype=torch.int64, device=page_table.device)
-        self._attention.prepare(
-            ForwardBatch(slot_mapping=unused, page_table=page_table, query_lengths=lengths[0], kv_lengths=lengths[1])
-        )
-
-    def bind(self, q: Tensor, kv: Pool, out: Tensor) -> Callable[[int], None]:
-        """Return a function of the layer: q -> out [T, H, E] of these rows. ``kv`` is read in the pool."""
-        return self._attention.bind(q, *kv, out=out)
-
-
 class ConvertedRows:
     """Attention of the prefill rows of a step if the pool has another dtype than queries.
 
@@ -254,32 +229,32 @@ class ConvertedRows:
 
     def __init__(self, layers: FlashInferLayers) -> None:
         self._layers = layers
-        self._over_pages = TritonRows(layers)
+        self._over_pages = TritonAttention(layers)
         self._packed = BatchPrefillWithRaggedKVCacheWrapper(layers.workspace, "NHD")
         self._slots: Tensor | None = None
 
-    def plan(
-        self, page_table: Tensor, query_lengths: Ints32, kv_lengths: Ints32, host_pages: Ints32 | None = None
-    ) -> None:
-        """Plan R >= 1 rows, as ``PrefillRows.plan``: page_table [R, P] on the device, lengths [R] on the host."""
+    def prepare(self, batch: ForwardBatch) -> None:
+        kv_lengths = np.array(batch.kv_lengths, dtype=np.int32)
+        query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         layers, total = self._layers, int(kv_lengths.sum())
         self._slots = None
         if int(query_lengths.sum()) < MIN_FRESH_TOKENS or total * layers.position_bytes > MAX_COPY_BYTES:
-            self._over_pages.plan(page_table, query_lengths, kv_lengths)
+            self._over_pages.prepare(batch)
             return
         rows = np.repeat(np.arange(len(kv_lengths), dtype=np.int32), kv_lengths)
         positions = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(kv_lengths) - kv_lengths, kv_lengths)
         row_ids, places = uploaded(np.stack((rows, positions.astype(np.int32))), layers.device)
-        self._slots = page_table[row_ids, places // layers.page_size] * layers.page_size + places % layers.page_size
+        page_ids = batch.page_table[row_ids, places // layers.page_size]
+        self._slots = page_ids * layers.page_size + places % layers.page_size
         layers.copied.synchronize()
         plan_packed(layers, self._packed, query_lengths, kv_lengths)
         layers.copied.record()
 
-    def bind(self, q: Tensor, kv: Pool, out: Tensor) -> Callable[[int], None]:
-        """Return a function of the layer: q -> out [T, H, E] of these rows. ``kv`` is read in the pool."""
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Callable[[int], None]:
+        """Return a function of the layer: q [T, H, E] -> out [T, H, E]; k and v are read in the pool."""
         slots = self._slots
         if slots is None:
-            return self._over_pages.bind(q, kv, out)
+            return self._over_pages.bind(q, k, v, out=out)
 
         def attend(layer: int) -> None:
             rules = self._layers.rules[layer]

@@ -29,7 +29,6 @@ from aioengine.attention._flashinfer import (
     FixedFlashInferCascade,
     FlashInferLayers,
     PrefillRows,
-    TritonRows,
 )
 from aioengine.attention._gpu_rows import (
     FixedDecodeRows,
@@ -39,6 +38,7 @@ from aioengine.attention._gpu_rows import (
     page_columns,
     run_once,
 )
+from aioengine.attention.triton import TritonAttention
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.decode import DecodeRows
 
@@ -50,7 +50,7 @@ class FlashInferAttention:
         """kv_pool: [L, 2, N, K, S, E]."""
         self._layers = FlashInferLayers.of(shape, kv_pool)
         self._by_flashinfer = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
-        self._prefill: ConvertedRows | PrefillRows | TritonRows = TritonRows(self._layers)
+        self._prefill: ConvertedRows | PrefillRows | TritonAttention = TritonAttention(self._layers)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
         self._num_decode = 0
@@ -74,9 +74,7 @@ class FlashInferAttention:
         if num_decode < len(query_lengths):
             if kernels_ready.is_set():
                 self._prefill = self._by_flashinfer
-            host_pages = None if batch.host_pages is None else batch.host_pages[num_decode:]
-            lengths = query_lengths[num_decode:], kv_lengths[num_decode:]
-            self._prefill.plan(batch.page_table[num_decode:], *lengths, host_pages)
+            self._prefill.prepare(_prefill_rows(batch, num_decode) if num_decode else batch)
 
     def target(self, layer: int) -> KVTarget:
         return self._layers.target(self._slot_mapping, layer)
@@ -94,7 +92,7 @@ class FlashInferAttention:
         split, decode, layers = self._num_decode, self._decode, self._layers
         prefill = None
         if split < q.shape[0]:
-            prefill = self._prefill.bind(q[split:], (k[split:], v[split:]), out[split:])
+            prefill = self._prefill.bind(q[split:], k[split:], v[split:], out=out[split:])
         decode_q, decode_out = q[:split], out[:split]
 
         def attend(layer: int) -> None:
@@ -117,6 +115,17 @@ class FlashInferAttention:
             run_once(self, self._layers, 1, count)
         if isinstance(self._by_flashinfer, PrefillRows) and self._layers.shape.common_window is None:
             self._by_flashinfer.warm_up()
+
+
+def _prefill_rows(batch: ForwardBatch, num_decode: int) -> ForwardBatch:
+    """Return the batch without its first ``num_decode`` rows, which have one token each."""
+    return ForwardBatch(
+        slot_mapping=batch.slot_mapping[num_decode:],
+        page_table=batch.page_table[num_decode:],
+        query_lengths=batch.query_lengths[num_decode:],
+        kv_lengths=batch.kv_lengths[num_decode:],
+        host_pages=None if batch.host_pages is None else batch.host_pages[num_decode:],
+    )
 
 
 class CascadeFlashInferAttention(FlashInferAttention):
