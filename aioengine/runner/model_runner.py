@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aioengine.attention._base import AttentionBackend, CapturableAttention
+from aioengine.kernels.arrays import Ints64
 from aioengine.layers.ranks import RankGroup
 from aioengine.models._base import Model
 from aioengine.protocol.columns import Extra, TokenColumns
@@ -84,6 +85,9 @@ class DeviceParts:
 
 class ModelRunner:
     """Computes plans: synchronously on a CPU, queued on a GPU.
+
+    ``_compute`` and ``_compute_drafts`` replay the CUDA graph of a decode step if it fits the rows. ``_run_model`` has
+    the ways to compute all other steps.
 
     A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` of each plan with this row
     until the request is closed.
@@ -445,38 +449,11 @@ class ModelRunner:
         """
         prompts = self._logprobs.find_prompts(rows) if self._table.num_with_logprobs else None
         hidden_states = self._hidden_states.find_prompts(rows) if self._table.num_with_hidden_states else None
+        extra_outputs = [extra.token_indices for extra in (hidden_states, prompts) if extra is not None]
+        if drafts is not None:
+            extra_outputs.append(drafts.token_indices(rows))
         num_outputs = self._num_padded(len(rows.requests))
-        graphs, encoder_step, pieces = self.prompt_graphs, None, None
-        if not isinstance(graphs, EncoderGraphs):
-            pieces = graphs
-        elif self._table.adapters.slots(rows.row_indices) is None:
-            encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
-        with profiled("prepare"):
-            extra_outputs = [extra.token_indices for extra in (hidden_states, prompts) if extra is not None]
-            if drafts is not None:
-                extra_outputs.append(drafts.token_indices(rows))
-            inputs, batch = self._inputs.build(
-                self._model,
-                rows,
-                self._pooler.outputs(rows),
-                num_outputs=num_outputs,
-                extra_outputs=np.concatenate(extra_outputs) if extra_outputs else None,
-                on_host=encoder_step is not None,
-            )
-        if encoder_step is not None:
-            hidden = encoder_step.replay(inputs, batch)
-        elif (
-            pieces is not None
-            and inputs.outputs is not None
-            and (inputs.token_ids is not None or self._model.input_spec.embeddings)  # no embeddings of the user
-            and inputs.deepstack is None
-            and pieces.fits(batch, num_needed := len(inputs.outputs) if extra_outputs else len(rows.requests))
-        ):
-            hidden = pieces.replay(inputs, batch, num_needed)
-        else:
-            with profiled("prepare"):
-                self._attention.prepare(batch)
-            hidden = self._model.forward(inputs, self._attention)
+        hidden = self._run_model(rows, num_outputs, np.concatenate(extra_outputs) if extra_outputs else None)
         # behind the rows and their padding: the extra outputs
         first_prompt = num_outputs + (0 if hidden_states is None else len(hidden_states.token_indices))
         first_draft = first_prompt + (0 if prompts is None else len(prompts.token_indices))
@@ -485,6 +462,40 @@ class ModelRunner:
         if prompts is not None:
             self._logprobs.add_prompts(hidden[first_prompt:first_draft], prompts)
         return self._pooler.states(hidden, rows), hidden[first_draft:]
+
+    def _run_model(self, rows: StepRows, num_outputs: int, extra_outputs: Ints64 | None) -> Tensor:
+        """Run forward in the first of these ways that supports the step:
+
+        - one CUDA graph: short steps of an encoder,
+        - CUDA graphs, with attention launched between them (in pieces): steps with prompts,
+        - kernel by kernel.
+
+        Return the hidden states [N, D] of the token that the pooler selects in each row, and from index ``num_outputs``
+        on, of the tokens ``extra_outputs`` [N - num_outputs]. If the pooler needs all tokens, return their states.
+        """
+        graphs, encoder_step = self.prompt_graphs, None
+        if isinstance(graphs, EncoderGraphs) and self._table.adapters.slots(rows.row_indices) is None:
+            encoder_step = graphs.find(len(rows.requests), int(rows.token_ends[-1]))
+        with profiled("prepare"):
+            inputs, batch = self._inputs.build(
+                self._model,
+                rows,
+                self._pooler.outputs(rows),
+                num_outputs=num_outputs,
+                extra_outputs=extra_outputs,
+                on_host=encoder_step is not None,
+            )
+        if encoder_step is not None:
+            return encoder_step.replay(inputs, batch)
+        is_embedded_by_user = inputs.token_ids is None and not self._model.input_spec.embeddings
+        has_graph_inputs = inputs.outputs is not None and inputs.deepstack is None and not is_embedded_by_user
+        if graphs is not None and not isinstance(graphs, EncoderGraphs) and has_graph_inputs:
+            num_needed = len(rows.requests) if extra_outputs is None else num_outputs + len(extra_outputs)
+            if graphs.fits(batch, num_needed):
+                return graphs.replay(inputs, batch, num_needed)
+        with profiled("prepare"):
+            self._attention.prepare(batch)
+        return self._model.forward(inputs, self._attention)
 
     def _may_sample_together(self, rows: StepRows) -> bool:
         """Return whether the ranks can sample the tokens of a step without gathering the logits."""
