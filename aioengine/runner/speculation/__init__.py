@@ -18,4 +18,18 @@ sample, T tokens, and K drafts among them (D model size, V vocabulary):
   tokens, and the drafts that are only on the device.
 - without a graph: hidden states [S, D] after the drafts, and [K, D] before each draft, and the logits of these S + K
   positions in groups of rows. The host reads the last token of each row.
+
+A step may be launched before the host knows the tokens and the accepted drafts of the step in flight. ``proposer``
+describes how. These marks say what is unknown, and to whom:
+
+- ``RowTable.is_unread``, ``RowTable.is_upper_bound``: rows of the step that is being launched. ``Proposer.propose``
+  sets them, and the graphs read them when the inputs of the step are written. ``RowTable.has_upper_bounds``: whether
+  this may happen at all.
+- ``StepDrafts.on_device``: the host does not know the drafts. ``StepDrafts.accepts_on_device``: the device accepts
+  them, so the host does not know how many are accepted until it reads the step.
+- ``RowTable.rejected``: on the device, the answer for the last step whose drafts it has accepted.
+- ``Proposer._unrecorded``: the launched steps whose tokens and accepted drafts were not read. ``Proposer._in_flight``:
+  the launched steps that the scheduler has not collected.
+- ``DraftedRequest.num_rejected``: the host knows the rejected drafts of a row, but the scheduler does not yet, so the
+  positions in its plans are too high by this number.
 """

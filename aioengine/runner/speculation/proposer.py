@@ -52,9 +52,8 @@ class Proposer:
         self._model = model
         self._with_grammars = with_grammars
         self._open: dict[int, DraftedRequest] = {}
-        self._launched: list[Ticket] = []  # steps whose tokens are not recorded
-        self._num_planned = 0  # steps with planned drafts that are not collected
-        self._has_marks = False  # ``RowTable.is_unread`` is set
+        self._in_flight: list[Ticket] = []  # launched, and not collected
+        self._unrecorded: list[Ticket] = []  # those whose tokens were not read, see ``_record``
         self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
@@ -82,8 +81,9 @@ class Proposer:
         """Return whether these rows are computed as in an engine without drafts: they have none, and no draft before
         them is in flight.
         """
-        is_idle = self._model is None and not self._num_planned and not self._has_marks
-        return is_idle and not any(row.num_drafts for row in rows)
+        if self._model is not None or any(row.num_drafts for row in rows):
+            return False
+        return not self._table.is_unread.any() and not any(ticket.drafts.planned for ticket in self._in_flight)
 
     def propose(self, rows: list[Row], *, may_overlap: bool) -> StepDrafts:
         """Return the drafts of these rows, whose requests have not failed. May wait for steps in flight.
@@ -111,10 +111,10 @@ class Proposer:
     def launched(self, ticket: Ticket) -> None:
         """Record a launched step, and let the draft model compute its prompts."""
         drafts = ticket.drafts
-        self._launched.append(ticket)
+        self._in_flight.append(ticket)
+        self._unrecorded.append(ticket)
         if drafts is NO_DRAFTS:
             return
-        self._num_planned += bool(drafts.planned)
         drafts.open = [self._open.get(uid) for uid in ticket.sampled]
         if not drafts.proposed:  # otherwise they are counted when the tokens are known
             _count_rejected(ticket)
@@ -131,7 +131,7 @@ class Proposer:
 
     def collected(self, ticket: Ticket, values: list[int]) -> None:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
-        if ticket in self._launched:
+        if ticket in self._unrecorded:
             self._record(ticket, values)
         self.forget(ticket)
         if ticket.drafts.rejected:
@@ -141,9 +141,9 @@ class Proposer:
 
     def forget(self, ticket: Ticket) -> None:
         """Forget a step that is collected, or whose tokens will never be known."""
-        self._num_planned -= bool(ticket.drafts.planned)
-        if ticket in self._launched:
-            self._launched.remove(ticket)
+        for tickets in (self._in_flight, self._unrecorded):
+            if ticket in tickets:
+                tickets.remove(ticket)
 
     def _follow_or_wait(self, rows: list[Row], *, may_overlap: bool) -> dict[int, int]:
         """Let rows with planned drafts follow the step in flight: mark the rows that it samples. If this is not
@@ -152,14 +152,13 @@ class Proposer:
         """
         table = self._table
         table.is_unread[:] = table.is_upper_bound[:] = False
-        self._has_marks = False
         if may_overlap and self._can_follow(rows):
-            (ticket,) = self._launched
+            (ticket,) = self._unrecorded
             sampled = [table.requests[uid].row_index for uid in ticket.sampled if uid in table.requests]
-            table.is_unread[sampled] = self._has_marks = True
+            table.is_unread[sampled] = True
             table.is_upper_bound[sampled] = ticket.drafts.accepts_on_device
-        elif any(ticket.drafts.proposed for ticket in self._launched) or self._may_get_drafts(rows):
-            return self._record_launched()
+        elif any(ticket.drafts.proposed for ticket in self._unrecorded) or self._may_get_drafts(rows):
+            return self._record_all()
         return {}
 
     def _can_follow(self, rows: list[Row]) -> bool:
@@ -168,9 +167,9 @@ class Proposer:
         With a draft model, all rows must have been in this step, and the draft model must be able to compute their
         missing tokens in a graph.
         """
-        if len(self._launched) != 1:
+        if len(self._unrecorded) != 1:
             return False
-        (ticket,) = self._launched
+        (ticket,) = self._unrecorded
         if self._model is None:
             return ticket.drafts.accepts_on_device or not ticket.drafts.proposed
         if not ticket.drafts.accepts_on_device or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
@@ -190,14 +189,14 @@ class Proposer:
         """Return whether some of these rows may get drafts when all tokens before them are known."""
         return any(self._model is None or self._open[row.uid].max_length for row in rows)
 
-    def _record_launched(self) -> dict[int, int]:
+    def _record_all(self) -> dict[int, int]:
         """Wait for all steps in flight. Return uid -> the newest token."""
         newest: dict[int, int] = {}
-        for ticket in self._launched:
+        for ticket in self._unrecorded:
             values = ticket.values.wait()
             self._record(ticket, values)
             newest |= zip(ticket.sampled, values, strict=False)
-        self._launched.clear()
+        self._unrecorded.clear()
         return newest
 
     def _record(self, ticket: Ticket, values: list[int]) -> None:
