@@ -3,7 +3,7 @@
 On a CPU, torch's kernel multiplies 4-bit codes in groups of 32, 64, 128 or 256 inputs with x in bf16: its fp32 variant
 takes 16 to 100 times as long. Int8 numbers with a scale per output are multiplied as integers, or by torch's kernel if
 the CPU has no instructions for that. Both give a row the same bits for every T. Fp8 weights are converted to the dtype
-of x once, and other weights for each product, ``BLOCK_OUTPUTS`` outputs at a time.
+of x once, and other weights in each call, ``BLOCK_OUTPUTS`` outputs at a time.
 
 On a GPU, up to 256 rows in 16 bits, or 512 with 4-bit integers without offsets, use our own kernels. With 8-bit weights
 and groups of a multiple of 128 inputs, the inputs of several rows become sums of two 8-bit numbers, which is nearly
@@ -24,7 +24,7 @@ from torch.nn import functional
 from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import FP8, MIDDLE, Codes, copy_in_place, pack_nibbles
-from aioengine.kernels.linear import Product
+from aioengine.kernels.linear import PreparedMatmul
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, GROUP_SIZES
 from aioengine.model_files.quantization import FP8_BLOCK
@@ -38,17 +38,17 @@ BLOCK_OUTPUTS: Final = 256
 
 def prepare(
     codes: Codes, bias: Tensor | None, dtype: torch.dtype, *, batch_invariant: bool = False, is_shared: bool = False
-) -> Product[Codes]:
-    """Prepare the product with codes [O, I] and bias [O]. dtype: of the inputs.
+) -> PreparedMatmul[Codes]:
+    """Prepare the matmul with codes [O, I] and bias [O]. dtype: of the inputs.
 
     batch_invariant: on a GPU, the result for a row must not depend on the number of rows. is_shared: the codes stay in
-    memory, so the product should not copy them.
+    memory, so the matmul should not copy them.
     """
     if launcher.serves(codes.packed):
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
-        return Product(matmul, matmul.restore, matmul.update, matmul.gated)
+        return PreparedMatmul(matmul, matmul.restore, matmul.update, matmul.gated)
     if codes.packed.device.type != "cpu":
-        return Product(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
+        return PreparedMatmul(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
         return _wide(codes, bias, dtype)
     if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None and codes.order is None:
@@ -62,7 +62,7 @@ def prepare(
     return _dequantizing(codes, bias, dtype)
 
 
-def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
+def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatmul[Codes]:
     """Convert an fp8 weight [O, I] to the dtype of the inputs once. bias: [O]. ``linear`` chooses the row counts."""
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
     sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
@@ -71,10 +71,10 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Code
         numbers = linear.unpack(weight).float() / sizes.expanded(sizes.scales)
         return Codes(numbers.nan_to_num_(0.0).to(FP8), sizes.scales)  # a scale of 0 makes all numbers 0
 
-    return Product(linear.prepare(weight, bias), restore)
+    return PreparedMatmul(linear.prepare(weight, bias), restore)
 
 
-def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
+def _of_bytes(codes: Codes, bias: Tensor | None) -> PreparedMatmul[Codes]:
     """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O].
 
     A row has the same bits for any number of rows.
@@ -86,10 +86,10 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> Product[Codes]:
         result = torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes.packed, factors)
         return result if bias is None else result.add_(bias)
 
-    return Product(matmul, lambda: codes)
+    return PreparedMatmul(matmul, lambda: codes)
 
 
-def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
+def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> PreparedMatmul[Codes]:
     """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O].
 
     A row has the same bits for any number of rows.
@@ -116,11 +116,11 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> Product[Codes]:
         offsets = parameters[::step, :, 1].t() - MIDDLE * scales
         return Codes(pack_nibbles(values.t().to(torch.uint8)), scales, offsets, bits=4, order=order)
 
-    return Product(matmul, restore)
+    return PreparedMatmul(matmul, restore)
 
 
-def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Product[Codes]:
-    """Dequantize the weight [O, I] for each product, on a CPU. bias: [O]. dtype: of the inputs.
+def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatmul[Codes]:
+    """Dequantize the weight [O, I] in each call, on a CPU. bias: [O]. dtype: of the inputs.
 
     Rows are padded or split to row counts that give the same bits (``linear.independent_rows``).
     """
@@ -140,11 +140,11 @@ def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Prod
         x = x.contiguous()
         return torch.cat([block_outputs(x, *block) for block in blocks], 1)
 
-    return Product(matmul, lambda: codes)
+    return PreparedMatmul(matmul, lambda: codes)
 
 
 class _OnDevice:
-    """The product with codes [O, I] and bias [O] on a GPU."""
+    """The matmul with codes [O, I] and bias [O] on a GPU."""
 
     def __init__(self, codes: Codes, bias: Tensor | None, *, batch_invariant: bool) -> None:
         """bias: [O]."""

@@ -19,7 +19,7 @@ from aioengine.kernels import code_linear, linear
 from aioengine.kernels.activation import activate_and_mul, sigmoid
 from aioengine.kernels.codes import Codes, copy_in_place
 from aioengine.kernels.expert_types import ChosenExperts, ExpertWeights, GateFunction, SharedOutputs
-from aioengine.kernels.linear import Product
+from aioengine.kernels.linear import PreparedMatmul
 from aioengine.kernels.triton import launcher
 
 if TYPE_CHECKING:
@@ -105,21 +105,21 @@ class GroupedExperts:
 
     def _prepared(
         self, weight: Tensor | Codes, bias: Tensor | None, num_experts: int
-    ) -> list[Product[Codes]] | list[Product[Tensor]]:
-        """Return the product of each expert. bias: [E, O]."""
+    ) -> list[PreparedMatmul[Codes]] | list[PreparedMatmul[Tensor]]:
+        """Return the matmul of each expert. bias: [E, O]."""
         biases = [None] * num_experts if bias is None else list(bias)
         if isinstance(weight, Codes):
             parts = weight.split([weight.shape[0] // num_experts] * num_experts)
             return [code_linear.prepare(part, own, self._dtype) for part, own in zip(parts, biases, strict=True)]
         packed = [linear.pack(own, has_bias=bias is not None) for own in weight]
         return [
-            Product(linear.prepare(part, own), partial(linear.unpack, part))
+            PreparedMatmul(linear.prepare(part, own), partial(linear.unpack, part))
             for part, own in zip(packed, biases, strict=True)
         ]
 
     def weights(self) -> ExpertWeights:
         """Return copies of the weights in the layout that ``prepare`` takes."""
-        gate_up, down = (_joined([product.restore() for product in own]) for own in (self._gate_up, self._down))
+        gate_up, down = (_joined([matmul.restore() for matmul in own]) for own in (self._gate_up, self._down))
         return ExpertWeights(gate_up, down, *self._rest)
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:

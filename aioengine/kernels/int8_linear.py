@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from aioengine.kernels import linear
 from aioengine.kernels.codes import MAX_INT8, Codes, copy_in_place
-from aioengine.kernels.linear import Matmul, Product
+from aioengine.kernels.linear import Matmul, PreparedMatmul
 
 PART_BITS: Final = 8
 PART: Final = 1 << PART_BITS
@@ -74,11 +74,11 @@ def quantize_to_16_bits(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def prepare(
     codes: Codes, bias: Tensor | None, *, activation_bits: Literal[8, 16] = 8, is_shared: bool = False
-) -> Product[Codes]:
-    """Prepare the product with int8 codes [O, I], which have a scale per output, and bias [O].
+) -> PreparedMatmul[Codes]:
+    """Prepare the matmul with int8 codes [O, I], which have a scale per output, and bias [O].
 
     activation_bits: 16 on a CPU where ``multiplies_exactly``. is_shared: the codes stay in memory, so they are not
-    copied to oneDNN's layout. Products of two rows then take 1.7 times as long, and products of 64 rows 1.2 times.
+    copied to oneDNN's layout. Matmuls of two rows then take 1.7 times as long, and matmuls of 64 rows 1.2 times.
     """
     weight, scales, is_on_cpu = codes.packed, codes.scales, codes.packed.device.type == "cpu"
     if is_on_cpu and not multiplies_exactly():
@@ -110,8 +110,8 @@ def prepare(
 
     if is_on_cpu and multiplies_exactly():
         counts = _row_counts(len(scales), activation_bits // PART_BITS)
-        return Product(linear.in_pieces(matmul, counts), restore)
-    return Product(matmul, restore, None if is_on_cpu else update)
+        return PreparedMatmul(linear.in_pieces(matmul, counts), restore)
+    return PreparedMatmul(matmul, restore, None if is_on_cpu else update)
 
 
 def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
@@ -136,10 +136,10 @@ def multiplies_exactly() -> bool:
 
 
 def _packed(packed: Tensor, scales: Tensor) -> Matmul:
-    """Return the product of integers [T, I] int8 with a weight in oneDNN's layout and its scales [O]."""
+    """Return the matmul of integers [T, I] int8 with a weight in oneDNN's layout and its scales [O]."""
     multiply = torch.ops.onednn.qlinear_pointwise.default
     zeros = torch.zeros(len(scales), dtype=torch.int32)
-    plain = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, nothing after the product
+    plain = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, nothing after the matmul
     is_signed = linear.has_matrix_unit()
 
     def matmul(x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _packed(packed: Tensor, scales: Tensor) -> Matmul:
 
 
 def _widened(weight: Tensor, scales: Tensor) -> Matmul:
-    """Return the product of integers [T, I] int8 with a weight [O, I] and its scales [1, O] in fp32."""
+    """Return the matmul of integers [T, I] int8 with a weight [O, I] and its scales [1, O] in fp32."""
 
     def multiply(integers: Tensor, outputs: Tensor) -> Tensor:
         """Multiply integers [T, I] with the weights of some outputs [P, I] -> [T, P]."""
@@ -166,7 +166,7 @@ def _widened(weight: Tensor, scales: Tensor) -> Matmul:
 
 
 def _unpacked(weight: Tensor, scales: Tensor) -> Matmul:
-    """Return the product of integers [T, I] int8 with a weight [O, I] and its scales [1, O]."""
+    """Return the matmul of integers [T, I] int8 with a weight [O, I] and its scales [1, O]."""
     transposed, is_on_gpu = weight.t(), weight.device.type != "cpu"
     transposed_rows = TRANSPOSED_ROWS if not is_on_gpu and linear.has_matrix_unit() else 0
 

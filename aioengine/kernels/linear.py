@@ -105,8 +105,8 @@ def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Ma
     return in_pieces(lambda x: activation(matmul(x)), packing.counts)
 
 
-class Product(NamedTuple, Generic[_Weight]):
-    """A matmul [T, I] -> [T, O].
+class PreparedMatmul(NamedTuple, Generic[_Weight]):
+    """A matmul [T, I] -> [T, O], and how its weight can be replaced.
 
     Attributes:
         restore: returns its weight as it was before it was prepared.
@@ -376,7 +376,7 @@ class DeviceMatmul:
 
         self.weight = weight
         self.bias = bias
-        self._is_narrow = weight.dtype != torch.float32
+        self._has_16_bits = weight.dtype != torch.float32
         num_tiles = skinny_linear.num_tiles(weight.shape[0])
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
         self._by_library = _by_library(weight, bias)
@@ -388,7 +388,7 @@ class DeviceMatmul:
         if num_rows <= self._kernels.SKINNY_ROWS and x.is_contiguous():
             if num_rows == 1:
                 return self._kernels.vector_matmul(x, self.weight, self.bias)
-            programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._is_narrow else None
+            programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._has_16_bits else None
             if programs is not None:
                 return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
         return self._by_library(x)

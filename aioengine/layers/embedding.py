@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.kernels import code_linear, linear
 from aioengine.kernels.codes import Codes, copy_in_place
-from aioengine.kernels.linear import Matmul, Product
+from aioengine.kernels.linear import Matmul, PreparedMatmul
 from aioengine.layers.layer import WHOLE, Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors
@@ -78,7 +78,7 @@ class CodeTable(Layer):
         self._format = table_format
         self._tensors: Tensors = {}  # while the table is open for loading
         self._codes: Codes | None = None
-        self._head: Product[Codes] | None = None
+        self._head: PreparedMatmul[Codes] | None = None
 
     def weights(self, prefix: str = "") -> dict[str, Target]:
         if self._codes is None and not self._tensors:

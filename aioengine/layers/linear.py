@@ -17,7 +17,7 @@ from aioengine.kernels.linear import Matmul
 from aioengine.layers.adapters import Grouping, LayerAdapters
 from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, errors_of, rank_ranges
 from aioengine.model_files.quantization import Axis, Ranges
-from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, PreparedLinear, Tensors
 
 
 class Linear(Layer):
@@ -94,7 +94,7 @@ class Linear(Layer):
         self._names: list[str] = []
         self._tensors: Tensors = {}  # while the layer is open for loading
         self._is_open = True
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedLinear | None = None
         self._matmul: Matmul | None = None
         self.joined: list[Linear] = []
         self._adapters: LayerAdapters | None = None

@@ -19,8 +19,8 @@ Tensors = dict[str, Tensor]
 """The tensors of a linear layer, by the last part of their names in the checkpoint, such as "weight" and "bias"."""
 
 
-class Prepared(NamedTuple):
-    """A layer after loading.
+class PreparedLinear(NamedTuple):
+    """A linear layer after loading.
 
     Attributes:
         matmul: [T, I] -> [T, O].
@@ -44,7 +44,7 @@ class LinearSpec(NamedTuple):
         in_features: I.
         sizes: the output sizes of the fused layers. O is the sum.
         dtype: of the activations.
-        is_gated: the layer needs ``Prepared.gated``.
+        is_gated: the layer needs ``PreparedLinear.gated``.
         batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
         order: [O] int64, the index in the loaded tensors of each output; None: the outputs are in order.
         first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
@@ -70,10 +70,10 @@ class LinearSpec(NamedTuple):
         restore: Callable[[], Tensors],
         update: Callable[[Tensors], None] | None = None,
         gated: Matmul | None = None,
-    ) -> Prepared:
+    ) -> PreparedLinear:
         """Return a layer. gated: fuses ``matmul`` with the activation of gates."""
         gated = gated or (lambda x: activate_and_mul(matmul(x), "silu"))
-        return Prepared(matmul, restore, update, gated if self.is_gated else None)
+        return PreparedLinear(matmul, restore, update, gated if self.is_gated else None)
 
 
 class LinearFormat(Protocol):
@@ -103,7 +103,7 @@ class LinearFormat(Protocol):
         """Split ``tensor`` [...], called ``name``, into a view for each fused layer of the checkpoint."""
         ...
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         """Make the matmul from loaded tensors, and keep only the tensors that it reads."""
         ...
 
@@ -162,7 +162,7 @@ class CodesFormat(LinearFormat):
         """Return the loaded tensors that stay in memory, because ``tensors`` cannot restore them from codes."""
         return {}
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         """See ``LinearFormat``."""
         bias = tensors.get("bias")
         others = {} if bias is None else {"bias": bias}

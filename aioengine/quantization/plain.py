@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aioengine.kernels import gated_linear, linear
-from aioengine.quantization._base import LinearFormat, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import LinearFormat, LinearSpec, PreparedLinear, Tensors
 
 
 class PlainFormat(LinearFormat):
@@ -24,14 +24,14 @@ class PlainFormat(LinearFormat):
         """Views [size, ...] of weight [O, I] or bias [O]."""
         return tensor.split(layer.sizes)
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         bias = tensors.get("bias")
         weight = linear.pack(tensors["weight"], has_bias=bias is not None)
         matmul = linear.prepare(weight, bias, batch_invariant=layer.batch_invariant)
         gated = gated_linear.prepare(matmul, weight, bias) if layer.is_gated else None
         others = {} if bias is None else {"bias": bias}
         update = None if linear.packs(layer.dtype, layer.device) else _keep
-        return Prepared(matmul, lambda: {"weight": linear.unpack(weight), **others}, update, gated)
+        return PreparedLinear(matmul, lambda: {"weight": linear.unpack(weight), **others}, update, gated)
 
 
 def _keep(tensors: Tensors) -> None:

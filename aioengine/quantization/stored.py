@@ -13,7 +13,7 @@ from torch import Tensor
 from aioengine.kernels import code_linear, int8_linear
 from aioengine.kernels.codes import FP8, Codes, pack, pack_nibbles, piece_of, unpack
 from aioengine.model_files.quantization import BLOCK_SCALES, MAX_TEXT, TEXTS, WORD, Axis, Quantization, Ranges, Scheme
-from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, PreparedLinear, Tensors
 from aioengine.quantization.plain import PLAIN
 
 _DTYPES: Final = {
@@ -121,7 +121,7 @@ class StoredFormat(CodesFormat):
         restored = [*_WEIGHTS, self.scheme.scale] if self.scheme.has_plain_scales else _WEIGHTS
         return {name: tensor for name, tensor in tensors.items() if name not in restored}
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         others = self.kept(tensors)
         order = None if layer.order is None else layer.order.argsort()
         parts = [

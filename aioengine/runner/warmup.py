@@ -25,7 +25,7 @@ from aioengine.models._base import Model
 from aioengine.protocol.messages import Progress, Sampling
 from aioengine.runner.device_memory import NoAttention
 from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
-from aioengine.runner.graphs.ladder import MAX_SEEN_TOKENS, longest_graph
+from aioengine.runner.graphs.ladder import MAX_WARM_TOKENS, longest_graph
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
@@ -60,7 +60,7 @@ _MIXED = (
 
 def token_counts(largest: int, longest_graph: int) -> range:
     """Return token counts without CUDA graphs, from ``largest`` down in steps of ``TOKENS_APART``."""
-    return range(min(largest, MAX_SEEN_TOKENS), longest_graph, -TOKENS_APART)
+    return range(min(largest, MAX_WARM_TOKENS), longest_graph, -TOKENS_APART)
 
 
 @torch.inference_mode()

@@ -69,10 +69,10 @@ class _Shape(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, is_narrow: bool) -> _Shape:
+def _shape(size: int, num_outputs: int, max_rank: int, num_rows: int, *, has_16_bits: bool) -> _Shape:
     """Return the program sizes, measured on an H200 for the layers of an 8B model. num_rows: rows per tile."""
     ranks = min(next_power_of_2(max_rank), 64)
-    if not is_narrow:
+    if not has_16_bits:
         return _Shape(min(ranks, 32), 32, 512, 64, 16, 4, 4)
     if num_rows == FEW_ROWS_OF_TILE:
         split = min(max(next_power_of_2(size) // 4, 256), 2048)
@@ -246,7 +246,7 @@ def _vector_kernel(
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
     """Compute ``kernels.adapter_linear.add``: x [T, I] -> [T, O], or [T, O / 2] with ``is_gated``."""
     num_tiles, num_rows = tiles.order.shape
-    shape = _shape(weights.size, max(weights.sizes), weights.max_rank, num_rows, is_narrow=x.dtype != torch.float32)
+    shape = _shape(weights.size, max(weights.sizes), weights.max_rank, num_rows, has_16_bits=x.dtype != torch.float32)
     sizes = (*weights.sizes, 0, 0)[:3]
     width, unit_words = len(weights.sizes) * weights.max_rank, UNIT * x.dtype.itemsize // 4
     ranks = weights.max_rank, width, unit_words

@@ -227,11 +227,11 @@ def _few_rows_kernel(
 @lru_cache(maxsize=1024)
 def shape_of_programs(num_outputs: int, size: int, group: int, rows: int) -> tuple[int, int, int]:
     """Return (inputs per block, splits, stages). Measured on an H200 for the layers of an 8B model."""
-    is_narrow, is_large = rows <= MAX_X_ROWS // 4, num_outputs >= MANY_OUTPUTS
+    has_few_rows, is_large = rows <= MAX_X_ROWS // 4, num_outputs >= MANY_OUTPUTS
     if rows == CONVERTING_ROWS and num_outputs <= FEW_OUTPUTS and size % (4 * BLOCK) == 0:
         return BLOCK, 4, 4
     splits = 2 if num_outputs <= FEW_OUTPUTS and size % (2 * BLOCK) == 0 else 1
-    if is_narrow and group == size and not is_large and size % (2 * BLOCK * splits) == 0:
+    if has_few_rows and group == size and not is_large and size % (2 * BLOCK * splits) == 0:
         return 2 * BLOCK, splits, 5
     return BLOCK, splits, 5 if not is_large else 6 if rows == MAX_X_ROWS // 4 else 4
 

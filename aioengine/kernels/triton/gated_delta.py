@@ -237,8 +237,8 @@ def compute_blocks(
     keys, weights = (channels.new_empty((num_tokens, num_heads, size)) for size in (key_size, BLOCK_TOKENS))
     values = torch.empty_like(out)
     factors = torch.empty((_FACTORS, num_heads, num_tokens), dtype=torch.float32, device=channels.device)
-    is_narrow = channels.dtype == torch.bfloat16
-    product = tl.bfloat16 if is_narrow else tl.float32
+    is_bf16 = channels.dtype == torch.bfloat16
+    product = tl.bfloat16 if is_bf16 else tl.float32
     sizes = group, key_size, value_size, max(next_power_of_2(key_size), 16)
     block_v = max(next_power_of_2(value_size), 16)
     tensors = channels, *gates, rows.ends, rows.blocks, keys, values, weights, factors
@@ -246,7 +246,7 @@ def compute_blocks(
     arguments = (*tensors, *numbers, *sizes, block_v, product)
     _solve_kernel((len(rows.blocks), num_heads, 1), key, arguments, {"num_warps": 4})
     block_v = min(block_v, BLOCK_VALUES)
-    num_warps, stages = (4, 3) if is_narrow else (8, 1)  # limited by registers and shared memory
+    num_warps, stages = (4, 3) if is_bf16 else (8, 1)  # limited by registers and shared memory
     tensors = channels, state, rows.slots, rows.starts, rows.ends, keys, values, weights, factors, out
     arguments = (*tensors, num_channels, num_heads, num_tokens, *sizes, block_v, product, stages)
     _rows_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": num_warps})

@@ -39,7 +39,7 @@ def piece_ladder(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens] if max_tokens else []
 
 
-MAX_SEEN_TOKENS = 8192
+MAX_WARM_TOKENS = 8192
 """Tokens of the largest step that is captured or warmed up. This limits the time of a start to seconds."""
 MAX_ENCODER_TOKENS = 2048
 """Tokens of the largest encoder step that is captured. For larger steps, the device takes longer than the host needs to
@@ -57,5 +57,5 @@ def longest_graph(settings: Settings, num_active: int) -> int:
     if not settings.runner.cuda_graph_max_rows:
         return 0
     is_encoder = settings.runner.attention_backend == PACKED
-    most = MAX_ENCODER_TOKENS if is_encoder else MAX_SEEN_TOKENS
+    most = MAX_ENCODER_TOKENS if is_encoder else MAX_WARM_TOKENS
     return min(settings.scheduler.max_step_tokens, int(_WORK / num_active), most)

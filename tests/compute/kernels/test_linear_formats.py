@@ -23,7 +23,7 @@ from aioengine.layers.linear import Linear
 from aioengine.model_files.checkpoint import check_entries, read_headers
 from aioengine.model_files.quantization import Axis
 from aioengine.models._base import Model, ModelOptions
-from aioengine.quantization._base import LinearFormat, LinearSpec, Prepared, Tensors
+from aioengine.quantization._base import LinearFormat, LinearSpec, PreparedLinear, Tensors
 from aioengine.quantization.plain import PLAIN, plain
 from aioengine.runner import weights
 from aioengine.runner.weight_reading import read_all
@@ -49,7 +49,7 @@ class Int8Format:
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         return tensor.split(layer.sizes)
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         def matmul(x: Tensor) -> Tensor:
             weight = tensors["weight"].to(x.dtype) * tensors["weight_scale"].to(x.dtype).unsqueeze(1)
             return functional.linear(x, weight, tensors.get("bias"))
@@ -67,7 +67,7 @@ class TransposedFormat:
     def split(self, layer: LinearSpec, name: str, tensor: Tensor) -> Sequence[Tensor]:
         return tensor.split(layer.sizes, dim=-1)
 
-    def prepare(self, layer: LinearSpec, tensors: Tensors) -> Prepared:
+    def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         doubled, bias = tensors["weight"] * 2, tensors.get("bias")
 
         def matmul(x: Tensor) -> Tensor:
