@@ -47,8 +47,6 @@ def prepare(
     if launcher.serves(codes.packed):
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
         return PreparedMatmul(matmul, matmul.restore, matmul.update, matmul.gated)
-    if codes.packed.device.type != "cpu":
-        return PreparedMatmul(lambda x: functional.linear(x, codes.dequantized(x.dtype), bias), lambda: codes)
     if codes.packed.dtype == FP8:
         return _wide(codes, bias, dtype)
     if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None and codes.order is None:

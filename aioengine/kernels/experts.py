@@ -51,15 +51,10 @@ def prepare(
         weights: on a CPU the result may have copies of them, so the caller should keep no reference.
         dtype: of x.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
-
-    Raises:
-        ValueError: the weights are on a GPU and Triton is not installed.
     """
     down = weights.down.packed if isinstance(weights.down, Codes) else weights.down
     if launcher.serves(down):
         return DeviceExperts(weights, batch_invariant=batch_invariant)
-    if down.device.type != "cpu":
-        raise ValueError("mixture-of-experts models on a GPU need Triton, which is not installed: pip install triton")
     return GroupedExperts(weights, dtype)
 
 

@@ -31,8 +31,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aioengine.kernels.triton import launcher
-
 _Weight = TypeVar("_Weight")
 
 
@@ -400,7 +398,7 @@ def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) ->
         from aioengine.kernels.triton.invariant_linear import InvariantMatmul
 
         return InvariantMatmul(weight.contiguous(), bias)
-    if not launcher.serves(weight) or not weight.is_contiguous():
+    if not weight.is_contiguous():
         return lambda x: functional.linear(x, weight, bias)
     return DeviceMatmul(weight, bias)
 

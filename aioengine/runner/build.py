@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from aioengine.families._config import Task, as_embedder
 from aioengine.families._draft_heads import read_draft_head
 from aioengine.kernels import token_logprobs
 from aioengine.kernels.codes import FP8
-from aioengine.kernels.triton.launcher import compiled_in_threads, is_installed
+from aioengine.kernels.triton.launcher import compiled_in_threads
 from aioengine.kernels.vector_functions import prepare_vector_functions
 from aioengine.layers.layer import WHOLE, Shard
 from aioengine.layers.ranks import RankGroup
@@ -76,6 +77,8 @@ def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner
     device = torch.device(settings.runner.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {settings.runner.device!r} is not available: torch finds no GPU; device='cpu' works")
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
     with compiled_in_threads(device):
         return _build(settings, device, report)
 
@@ -283,7 +286,7 @@ def _load(
                 max_sampled_rows=settings.runner.cuda_graph_max_rows,
                 num_embeddings=model.vocab_size,
             )
-        if options.device.type == "cuda" and is_installed() and model.task is Task.GENERATE:
+        if options.device.type == "cuda" and model.task is Task.GENERATE:
             _compile_sampling(model, vocab_size, settings.runner.logprobs_mode, options.shard.size)
         times.end("device")
         loaded = source.load(model, "loading weights", times, report)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -561,8 +560,6 @@ class ModelRunner:
 def _sampler(vocab_size: int, table: RowTable, parts: DeviceParts) -> Sampler | DeviceSampler:
     if parts.device.type == "cpu":
         return Sampler(vocab_size, table)
-    if find_spec("triton") is None:
-        raise ValueError("device='cuda' needs the package triton, which torch's CUDA wheels install")
     from aioengine.runner.sampling.device_sampler import DeviceSampler
 
     return DeviceSampler(vocab_size, table, 1 if parts.ranks is None else parts.ranks.size)

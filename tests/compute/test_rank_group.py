@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aioengine.layers import ranks
 from aioengine.layers.ranks import RankGroup
 from tests.compute.rank_threads import CPU, rank_threads
 
@@ -51,7 +50,6 @@ class FakeInboxes:
 def test_ranks_use_inboxes_if_all_of_them_can(failing: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(Inboxes=partial(FakeInboxes, failing))
     monkeypatch.setitem(sys.modules, "aioengine.kernels.triton.rank_sums", module)
-    monkeypatch.setattr(ranks, "is_installed", lambda: True)
     plain = RankGroup.all_reduce_min
 
     def on_cpu(group: RankGroup, number: int) -> int:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,14 +31,9 @@ _requested: ContextVar[set[Hashable] | None] = ContextVar("_requested", default=
 """Specializations requested inside ``compile_only``. None outside of it: kernels are launched."""
 
 
-@lru_cache(maxsize=1)
-def is_installed() -> bool:
-    return find_spec("triton") is not None
-
-
 def serves(x: Tensor) -> bool:
-    """Return whether Triton kernels run on the device of x [...]."""
-    return x.is_cuda and is_installed()
+    """Return whether Triton kernels run on the device of x [...]. ``runner.build`` checks that Triton is installed."""
+    return x.is_cuda
 
 
 class KernelLauncher:
@@ -87,7 +81,7 @@ def compile_only() -> Iterator[None]:
 @contextmanager
 def compiled_in_threads(device: torch.device) -> Iterator[None]:
     """Inside, compile in several threads. A launch waits only for its own specialization."""
-    if device.type == "cpu" or not is_installed():
+    if device.type == "cpu":
         yield
         return
     mode = importlib.import_module("triton").AsyncCompileMode

@@ -328,6 +328,15 @@ def test_errors_of_build_name_the_reason(tmp_path: Path) -> None:
         build(make_settings(tmp_path), lambda _: None)
 
 
+def test_a_gpu_without_triton_is_refused(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("aioengine.runner.build.find_spec", lambda name: None)
+    settings = make_settings(qwen)
+    settings = msgspec.structs.replace(settings, runner=msgspec.structs.replace(settings.runner, device="cuda"))
+    with pytest.raises(ValueError, match="device='cuda' needs the package triton"):
+        build(settings, lambda _: None)
+
+
 class Graphs:
     """Replaces graphs of steps with prompts: returns zeros, and records the number of tokens."""
 
