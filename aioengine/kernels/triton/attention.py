@@ -376,7 +376,7 @@ def _splits_kernel(
             whole = nothing_attended(SIZES.rows, SIZES.columns)
             for other in tl.range(first_index, end_index, loop_unroll_factor=4):
                 sources = (row * max_splits + other) * SIZES.num_heads + heads
-                whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size, ".cg")
+                whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size)
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
 

@@ -68,6 +68,29 @@ class DecodeRows(NamedTuple):
     most_tokens: int = 1
 
 
+class _Sizes(NamedTuple):
+    """Constants of the kernel.
+
+    Attributes:
+        token_stride: of the queries, in elements.
+        block: positions that a program loads at a time. cap: see ``ScoreRules.cap``.
+        tokens: maximum tokens of a row.
+        queries, more_queries: query heads of one token, and of ``tokens`` tokens, for one kv head; padded. Fewer take
+            less time.
+    """
+
+    token_stride: int
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    head_size: int
+    block: int
+    cap: float
+    tokens: int
+    queries: int
+    more_queries: int
+
+
 @triton.jit
 def _finish(
     state: tl.tuple, out: tl.tensor, out_heads: tl.tensor, is_member: tl.tensor, other: tl.tensor,
@@ -94,9 +117,7 @@ def _finish(
 def _attend_split(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, pages: tl.tensor, span: tl.tuple, row_tokens: tl.tuple,
     split_sums: tl.tensor, split_marks: tl.tensor, done: tl.tensor, target: tl.tuple, scale: tl.tensor,
-    TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, ALL_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+    SIZES: tl.constexpr, SEVERAL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a split for one kv head. The program that finishes the last split of a row merges them.
 
@@ -106,48 +127,50 @@ def _attend_split(
             pointer to the number on the last page of the first token.
         split_sums, split_marks: see ``store_split``. done: counter of the row and kv head.
         target: out, other, other_weights, sinks and scales of ``_finish``.
-        ALL_HEADS: query heads of a stored split. TOKENS: maximum tokens of the row. QUERIES: their query heads for
-            one kv head, padded.
+        SEVERAL: the row has several tokens.
     """
     begin, end, count, first_split = span
     first_token, num_tokens, full, last_lengths = row_tokens
     out, other, other_weights, sinks, scales = target
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    PAGE_STRIDE: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE
+    QUERIES: tl.constexpr = SIZES.more_queries if SEVERAL else SIZES.queries
+    HEAD_SIZE: tl.constexpr = SIZES.head_size
+    GROUP: tl.constexpr = SIZES.num_heads // SIZES.num_kv_heads
+    PAGE_STRIDE: tl.constexpr = SIZES.num_kv_heads * SIZES.page_size * HEAD_SIZE
+    ALL_HEADS: tl.constexpr = SIZES.tokens * SIZES.num_heads  # of a stored split
     head = tl.program_id(0)
     members, columns = tl.arange(0, QUERIES), tl.arange(0, HEAD_SIZE)[None, :]
     tokens, heads = members // GROUP, head * GROUP + members % GROUP
     is_member = tokens < num_tokens
-    if TOKENS > 1:
+    if SEVERAL:
         seen = full + tl.load(last_lengths + tokens, mask=is_member, other=0)
     inside = is_member[:, None] & (columns < HEAD_SIZE)
-    places = (first_token + tokens) * TOKEN_STRIDE + heads * HEAD_SIZE
+    places = (first_token + tokens) * SIZES.token_stride + heads * HEAD_SIZE
     queries = tl.load(q + places[:, None] + columns, mask=inside, other=0.0)
-    keys += head * PAGE_SIZE * HEAD_SIZE
-    values += head * PAGE_SIZE * HEAD_SIZE
+    keys += head * SIZES.page_size * HEAD_SIZE
+    values += head * SIZES.page_size * HEAD_SIZE
     factor = scale
     if scales is not None:
         factor *= tl.load(scales)
     if keys.dtype.element_ty.is_fp8():
         queries, factor = fp16_queries(queries, factor)
     highest, total, sums = nothing_attended(QUERIES, HEAD_SIZE)
-    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        positions = first + tl.arange(0, BLOCK)
+    for first in tl.range(begin, end, SIZES.block, num_stages=STAGES):
+        positions = first + tl.arange(0, SIZES.block)
         is_there = positions < end
-        page = tl.load(pages + positions // PAGE_SIZE, mask=is_there, other=0).to(tl.int64)
-        offsets = (page * PAGE_STRIDE + positions % PAGE_SIZE * HEAD_SIZE)[:, None] + columns
+        page = tl.load(pages + positions // SIZES.page_size, mask=is_there, other=0).to(tl.int64)
+        offsets = (page * PAGE_STRIDE + positions % SIZES.page_size * HEAD_SIZE)[:, None] + columns
         scores = tl.dot(queries, tl.trans(tl.load(keys + offsets).to(queries.dtype))) * factor
-        if CAP > 0.0:
-            scores = capped(scores, CAP)
+        if SIZES.cap > 0.0:
+            scores = capped(scores, SIZES.cap)
         is_seen = is_there[None, :]
-        if TOKENS > 1:
+        if SEVERAL:
             is_seen = is_seen & (positions[None, :] < seen[:, None])
         weights, shrink, highest, total = softmax_step(tl.where(is_seen, scores, MASKED), highest, total)
         # values beyond the end have weight 0, but may be NaN
         block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0).to(queries.dtype)
         sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
-    state, token_heads = (highest, total, sums), tokens * NUM_HEADS + heads
-    finished = out, first_token * NUM_HEADS + token_heads, is_member, other, other_weights, sinks, heads, scales
+    state, token_heads = (highest, total, sums), tokens * SIZES.num_heads + heads
+    finished = out, first_token * SIZES.num_heads + token_heads, is_member, other, other_weights, sinks, heads, scales
     if count == 1:
         _finish(state, *finished)
     else:
@@ -158,7 +181,7 @@ def _attend_split(
             whole = nothing_attended(QUERIES, HEAD_SIZE)
             for index in tl.range(0, count, loop_unroll_factor=4):
                 source = sources + index * ALL_HEADS
-                whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE, ".cg")
+                whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE)
             _finish(whole, *finished)
             tl.store(done, 0)
 
@@ -169,19 +192,17 @@ def _decode_kernel(
     num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
     other: tl.tensor, other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
     scale: tl.tensor,
-    TOKEN_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr,
-    MORE_QUERIES: tl.constexpr,
+    SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """QUERIES, MORE_QUERIES: padded query heads of one token and of TOKENS tokens. Fewer take less time."""
+    """Call ``_attend_split`` for a split and a kv head."""
     split = splits + tl.program_id(1)
     row = tl.load(split).to(tl.int64)
     if row >= 0:
         begin, end = tl.load(split + max_splits), tl.load(split + 2 * max_splits)
         count, first_split = tl.load(split + 3 * max_splits), tl.load(split + 4 * max_splits)
         first_page, first_token, num_tokens = tl.load(page_starts + row), row, 1
-        full = (tl.load(page_starts + row + 1) - first_page - 1) * PAGE_SIZE
-        if TOKENS > 1:
+        full = (tl.load(page_starts + row + 1) - first_page - 1) * SIZES.page_size
+        if SIZES.tokens > 1:
             first_token, num_tokens = tl.load(split + 5 * max_splits).to(tl.int64), tl.load(split + 6 * max_splits)
         if last_lengths is not None:
             last_lengths += first_token
@@ -191,14 +212,12 @@ def _decode_kernel(
         else:
             wait()  # see ``wait_between_products``; here the next kernel starts at the end
         span, row_tokens = (begin, end, count, first_split), (first_token, num_tokens, full, last_lengths)
-        done, target = num_done + row * NUM_KV_HEADS + tl.program_id(0), (out, other, other_weights, sinks, scales)
+        done = num_done + row * SIZES.num_kv_heads + tl.program_id(0)
+        target = out, other, other_weights, sinks, scales
         tensors = q, keys, values, page_ids + first_page, span, row_tokens, split_sums, split_marks, done, target, scale
-        for SEVERAL in tl.static_range(2 if TOKENS > 1 else 1):
+        for SEVERAL in tl.static_range(2 if SIZES.tokens > 1 else 1):
             if (num_tokens > 1) == SEVERAL:
-                _attend_split(
-                    *tensors, TOKEN_STRIDE, NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE, HEAD_SIZE, BLOCK, CAP,
-                    TOKENS * NUM_HEADS, MORE_QUERIES if SEVERAL else QUERIES, TOKENS if SEVERAL else 1,
-                )  # fmt: skip
+                _attend_split(*tensors, SIZES, SEVERAL)
 
 
 def decode(
@@ -225,12 +244,21 @@ def decode(
     num_tokens = rows.most_tokens
     sums = torch.empty(max_splits, num_tokens * num_heads, head_size, dtype=torch.float32, device=q.device)
     marks = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
-    counts = 1, num_tokens
-    num_queries = tuple(max(next_power_of_2(count * num_heads // num_kv_heads), LEAST_QUERIES) for count in counts)
-    block = 128 if head_size <= 128 else 64
-    sizes = q.stride(0), num_heads, num_kv_heads, page_size, head_size, block, rules.cap, num_tokens, *num_queries
+    group = num_heads // num_kv_heads
+    sizes = _Sizes(
+        token_stride=q.stride(0),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_size=head_size,
+        block=128 if head_size <= 128 else 64,
+        cap=rules.cap,
+        tokens=num_tokens,
+        queries=max(next_power_of_2(group), LEAST_QUERIES),
+        more_queries=max(next_power_of_2(num_tokens * group), LEAST_QUERIES),
+    )
     tensors = (q, *pool, *rows[:5], sums, marks, out)
     alignment = alignments(q, *pool, sums, marks, out, *(other or ()))
     key = (*dtypes(q, pool[0]), sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
-    arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), *sizes)
+    arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), sizes)
     _decode_kernel((num_kv_heads, max_splits, 1), key, arguments, options(4))

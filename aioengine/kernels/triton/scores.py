@@ -128,16 +128,16 @@ def store_split(
 @triton.jit
 def with_split(
     state: tl.tuple, split_sums: tl.tensor, split_marks: tl.tensor, sources: tl.tensor, is_head: tl.tensor,
-    VALUE_SIZE: tl.constexpr, CACHE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Merge the stored split of each head into the state of the previous splits. sources: [G], see ``store_split``.
-    CACHE: cache modifier of the loads.
+    """Merge the stored split of each head into the state of the previous splits. Other programs have stored it (see
+    ``is_last``). sources: [G], see ``store_split``.
     """
-    highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0, cache_modifier=CACHE)
-    total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=CACHE)
+    highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0, cache_modifier=".cg")
+    total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=".cg")
     columns = tl.arange(0, state[2].shape[1])[None, :]
     pointers = split_sums + sources[:, None] * VALUE_SIZE + columns
-    sums = tl.load(pointers, mask=is_head[:, None] & (columns < VALUE_SIZE), other=0.0, cache_modifier=CACHE)
+    sums = tl.load(pointers, mask=is_head[:, None] & (columns < VALUE_SIZE), other=0.0, cache_modifier=".cg")
     return merged(state, (highest, total, sums))
 
 
