@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from aioengine.layers.adapters import Grouping, LayerAdapters
 from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, errors_of, rank_ranges
 from aioengine.model_files.quantization import Axis, Ranges
 from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, PreparedLinear, Tensors
+
+
+class FusedPart(NamedTuple):
+    """One of the fused layers of the checkpoint.
+
+    Attributes:
+        shape, whole_shape: its outputs and inputs on this rank, and on all ranks.
+        first_input: the index in the checkpoint of the first input that this rank has.
+        stored_outputs: the index in the checkpoint of each output that this rank has, [outputs] int64 on the CPU; None:
+            all, in order.
+    """
+
+    shape: tuple[int, int]
+    whole_shape: tuple[int, int]
+    first_input: int
+    stored_outputs: Tensor | None
 
 
 class Linear(Layer):
@@ -36,12 +52,8 @@ class Linear(Layer):
         is_transposed: the checkpoint stores weights that are not quantized as [I, outputs].
 
     Attributes:
-        in_features: I.
-        first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
+        spec: the layer on this rank.
         sizes: the output size of each part.
-        whole_shapes: the sizes (outputs, inputs) of each part on all ranks.
-        is_gated: see above.
-        stored_outputs: [O] int64, the checkpoint index of each output, with the parts joined; None: all, in order.
         joined: layers that compute the parts, if these have different formats.
     """
 
@@ -61,9 +73,9 @@ class Linear(Layer):
         """Allocate nothing yet, see ``weights``. ``order``: [O]."""
         self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
-        self.stored_outputs = self._order = order
-        sizes, self.first_input = dict(parts), 0
-        self.whole_shapes = {part: (size, in_features) for part, size in parts.items()}
+        self._stored_outputs = self._order = order  # of the joined parts
+        sizes, first_input = dict(parts), 0
+        self._whole_shapes = {part: (size, in_features) for part, size in parts.items()}
         self._units = units or [Units(size) for size in parts.values()]
         if self._divided == "outputs":
             self._ranges = self._output_ranges(parts, self._units)
@@ -71,15 +83,13 @@ class Linear(Layer):
         elif self._divided == "inputs":
             [inputs] = rank_ranges(units or [Units(in_features)], placement.shard)
             self._ranges = dict.fromkeys(parts, (inputs,))
-            self.first_input, in_features = inputs[0], inputs[1] - inputs[0]
+            first_input, in_features = inputs[0], inputs[1] - inputs[0]
         if self._order is not None:
             self._order = self._order.to(placement.device)
-        self.in_features = in_features
         self.sizes = sizes
-        self.is_gated = is_gated
         self._stores_transposed = is_transposed
         self._placement = placement
-        self._spec = LinearSpec(
+        self.spec = LinearSpec(
             in_features,
             tuple(sizes.values()),
             bias,
@@ -88,7 +98,7 @@ class Linear(Layer):
             is_gated=is_gated,
             batch_invariant=placement.batch_invariant,
             order=self._order,
-            first_input=self.first_input,
+            first_input=first_input,
         )
         self._format: LinearFormat  # ``weights`` chooses it, and allocates the tensors
         self._names: list[str] = []
@@ -116,7 +126,7 @@ class Linear(Layer):
             formats = [self._placement.format_of(name) for name in names]
             if all(other is formats[0] for other in formats):
                 self._format = formats[0]
-                self._tensors = self._format.empty(self._spec)
+                self._tensors = self._format.empty(self.spec)
             elif self._placement.mixes_formats and self._order is None:
                 self._join(formats)
             else:
@@ -126,14 +136,14 @@ class Linear(Layer):
 
     def _join(self, formats: Sequence[LinearFormat]) -> None:
         """Compute this layer as several layers, each with consecutive parts of the same format."""
-        parts = zip(formats, self.whole_shapes.items(), self._units, strict=True)
+        parts = zip(formats, self._whole_shapes.items(), self._units, strict=True)
         for _, group in groupby(parts, key=lambda part: id(part[0])):
             _, shapes, units = zip(*group, strict=True)
             layer = Linear(
-                self.in_features,
+                self.spec.in_features,
                 {part: outputs for part, (outputs, _) in shapes},
                 self._placement,
-                bias=self._spec.has_bias,
+                bias=self.spec.has_bias,
                 divided=self._divided,
                 units=units,
                 is_transposed=self._stores_transposed,
@@ -146,7 +156,7 @@ class Linear(Layer):
             return {}
         return {
             f"{part}.{name}": self._as_stored(name, target)._replace(source=self._source(part, name, target.tensor))
-            for name, targets in unplaced_targets(self._format, self._spec, self._tensors)
+            for name, targets in unplaced_targets(self._format, self.spec, self._tensors)
             for part, target in zip(self.sizes, targets, strict=True)
         }
 
@@ -159,13 +169,13 @@ class Linear(Layer):
 
     def _is_transposed(self, name: str, tensor: Tensor) -> bool:
         """Return whether the checkpoint stores a tensor [...] as [I, outputs]. Quantized weights have other dtypes."""
-        return self._stores_transposed and name == "weight" and tensor.dtype == self._spec.dtype
+        return self._stores_transposed and name == "weight" and tensor.dtype == self.spec.dtype
 
     def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, Ranges]:
         """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
         kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
         in_checkpoint = kept if self._order is None else self._order[kept]
-        self.stored_outputs = in_checkpoint
+        self._stored_outputs = in_checkpoint
         loaded, order = in_checkpoint.sort()
         self._order = None if self._order is None else order.argsort()
         bounds = pairwise(accumulate(parts.values(), initial=0))
@@ -181,7 +191,7 @@ class Linear(Layer):
         """
         if self._divided is None:
             return None
-        axis, ranges, shape = self._divided, self._ranges[part], self.whole_shapes[part]
+        axis, ranges, shape = self._divided, self._ranges[part], self._whole_shapes[part]
         if self._is_transposed(name, tensor):
             return Slice(int(axis == "outputs"), ranges, shape[axis == "inputs"])
         with errors_of(self.name):
@@ -200,12 +210,12 @@ class Linear(Layer):
         super().finish_loading()
         if self._prepared is None:
             if self.joined:
-                self._prepared = self._spec.prepared(
+                self._prepared = self.spec.prepared(
                     lambda x: torch.cat([part(x) for part in self.joined], 1), dict, update=lambda tensors: None
                 )
             else:
                 with errors_of(self.name):
-                    self._prepared = self._format.prepare(self._spec, self._tensors)
+                    self._prepared = self._format.prepare(self.spec, self._tensors)
             self._matmul = self._prepared.gated or self._prepared.matmul
         elif self._prepared.update is not None:
             self._prepared.update(self._tensors)
@@ -216,6 +226,18 @@ class Linear(Layer):
         if not self._format.reorders:
             for tensor in self._tensors.values():
                 tensor.copy_(tensor[order])
+
+    def fused_parts(self) -> dict[str, FusedPart]:
+        """Return the parts by name."""
+        outputs: list[Tensor | None] = [None] * len(self.sizes)
+        if self._stored_outputs is not None:
+            starts = accumulate((size for size, _ in self._whole_shapes.values()), initial=0)
+            stored = self._stored_outputs.cpu().split([*self.sizes.values()])
+            outputs = [own - start for own, start in zip(stored, starts, strict=False)]
+        return {
+            name: FusedPart((size, self.spec.in_features), self._whole_shapes[name], self.spec.first_input, own)
+            for (name, size), own in zip(self.sizes.items(), outputs, strict=True)
+        }
 
     def use_adapters(self, adapters: LayerAdapters) -> None:
         self._adapters = adapters

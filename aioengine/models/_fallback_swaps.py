@@ -117,7 +117,7 @@ class _LinearGroup:
         if not self.modules:
             return self.layer(rows, adapters)
         y = torch.cat([module(rows) for module in self.modules], dim=1)
-        return activate_and_mul(y, "silu") if self.layer.is_gated else y
+        return activate_and_mul(y, "silu") if self.layer.spec.is_gated else y
 
     def compute_one(self, index: int, x: Tensor) -> Tensor:
         """x [1, T, I] -> output of one layer [1, T, O]. Outputs of the other layers are kept for their calls."""
@@ -244,7 +244,7 @@ def _compute_mlp(
 ) -> Tensor:
     """rows [N, I] -> [N, I]."""
     inner = first.compute(rows, adapters)
-    return second.compute(inner if first.layer.is_gated else activate_and_mul(inner, activation), adapters)
+    return second.compute(inner if first.layer.spec.is_gated else activate_and_mul(inner, activation), adapters)
 
 
 def _free_modules(model: nn.Module) -> set[nn.Module]:

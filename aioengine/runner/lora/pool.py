@@ -174,7 +174,7 @@ class AdapterPool:
         self._host_layers: list[HostAdapters] = []
         if device.type == "cpu":
             for layer in self._layout.layers:
-                self._host_layers.append(HostAdapters(settings.num_slots, is_gated=layer.linear.is_gated))
+                self._host_layers.append(HostAdapters(settings.num_slots, is_gated=layer.linear.spec.is_gated))
                 layer.linear.use_adapters(self._host_layers[-1])
         else:
             self._device_slots = _DeviceSlots(self._layout, settings.num_slots, dtype, device)
@@ -232,10 +232,9 @@ class _DeviceSlots:
         assert layout.slot_size % UNIT == 0
         table = self.pool.view(torch.int32)
         for layer in layout.layers:
-            linear = layer.linear
-            sizes = tuple(linear.sizes.values())
-            weights = AdapterWeights(self.pool, table, layer.first_part, linear.in_features, sizes, layout.max_rank)
-            linear.use_adapters(PooledAdapters(weights, is_gated=linear.is_gated))
+            spec = layer.linear.spec
+            weights = AdapterWeights(self.pool, table, layer.first_part, spec.in_features, spec.sizes, layout.max_rank)
+            layer.linear.use_adapters(PooledAdapters(weights, is_gated=spec.is_gated))
         self._stream = torch.cuda.Stream(device)
         self._staging = [torch.empty(_STAGING_BYTES // dtype.itemsize, dtype=dtype, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._staging]

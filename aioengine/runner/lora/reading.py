@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT
 from aioengine.kernels.arrays import Ints32
 from aioengine.layers.adapters import LayerMatrices
-from aioengine.layers.linear import Linear
+from aioengine.layers.linear import FusedPart, Linear
 from aioengine.model_files import folder_files
 from aioengine.model_files.adapter_folder import read_folder
 from aioengine.model_files.checkpoint import Entry
@@ -53,7 +52,8 @@ def read_adapter(
             message names the file and the tensor.
     """
     folder = read_folder(Path(adapter.path), adapter.config)
-    parts = folder.parts(layout.whole_shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
+    whole_shapes = {name: part.whole_shape for name, part in layout.parts.items()}
+    parts = folder.parts(whole_shapes, max_rank=settings.max_rank, allowed=settings.modules or None)
     offsets, size = layout.offsets({part.layer: part.rank for part in parts})
     elements = torch.zeros(size, dtype=dtype)
     table = layout.table(offsets)
@@ -62,14 +62,14 @@ def read_adapter(
     path = parts[0].a.path
     with folder_files.open_existing(path, f"{path} was removed") as file:
         for part in parts:
-            (num_outputs, num_inputs), own = layout.shapes[part.layer], offsets[part.layer]
+            fused, own = layout.parts[part.layer], offsets[part.layer]
+            num_outputs, num_inputs = fused.shape
             a = elements[own.first_a :][: own.rank * num_inputs].view(own.rank, num_inputs)
             b = elements[own.first_b :][: num_outputs * own.rank].view(num_outputs, own.rank)
-            first_input = layout.first_inputs[part.layer]
-            _fill(a[: part.rank], read_tensor(file, part.a).narrow(1, first_input, num_inputs), part.a)
-            rows = read_tensor(file, part.b)[part.first_row : part.first_row + layout.whole_shapes[part.layer][0]]
-            if (stored := layout.stored_outputs.get(part.layer)) is not None:
-                rows = rows.index_select(0, stored)
+            _fill(a[: part.rank], read_tensor(file, part.a).narrow(1, fused.first_input, num_inputs), part.a)
+            rows = read_tensor(file, part.b)[part.first_row : part.first_row + fused.whole_shape[0]]
+            if fused.stored_outputs is not None:
+                rows = rows.index_select(0, fused.stored_outputs)
             _fill(b[:, : part.rank], rows.to(torch.float32) * part.scale, part.b)
             matrices[part.layer] = a, b
     if for_gpu:
@@ -130,9 +130,8 @@ class Layout:
     the adapter changes follow, at the offsets in the table. So an adapter uses only the memory for its ranks.
 
     Attributes:
-        layers: the layers that adapters may change. shapes, whole_shapes: (outputs, inputs) of each part on this rank,
-            and on all ranks, by name in the checkpoint.
-        first_inputs, stored_outputs: the inputs and outputs of each part that this rank has, see ``Linear``.
+        layers: the layers that adapters may change.
+        parts: the parts of all linear layers, by name in the checkpoint.
         max_rank: the maximum rank, a multiple of ``RANK_UNIT``.
     """
 
@@ -140,26 +139,13 @@ class Layout:
         """modules: the parts that adapters may change, by the last component of their names; empty: all."""
         self.max_rank = padded_rank(max_rank)
         self.layers: list[AdaptedLayer] = []
-        self.shapes: dict[str, tuple[int, int]] = {}
-        self.whole_shapes: dict[str, tuple[int, int]] = {}
-        self.first_inputs: dict[str, int] = {}
-        self.stored_outputs: dict[str, Tensor] = {}
+        self.parts: dict[str, FusedPart] = {}
         for prefix, linear in linears:
-            names = tuple(f"{prefix}{part}" for part in linear.sizes)
-            self.shapes |= {
-                name: (size, linear.in_features) for name, size in zip(names, linear.sizes.values(), strict=True)
-            }
-            self.whole_shapes |= zip(names, linear.whole_shapes.values(), strict=True)
-            self.first_inputs |= dict.fromkeys(names, linear.first_input)
-            if linear.stored_outputs is not None:
-                outputs = linear.stored_outputs.cpu().split([*linear.sizes.values()])
-                starts = accumulate((size for size, _ in linear.whole_shapes.values()), initial=0)
-                self.stored_outputs |= {
-                    name: own - start for name, own, start in zip(names, outputs, starts, strict=False)
-                }
+            parts = {f"{prefix}{name}": part for name, part in linear.fused_parts().items()}
+            self.parts |= parts
             if not modules or any(part in modules for part in linear.sizes):
                 first = self.layers[-1].first_part + len(self.layers[-1].names) if self.layers else 0
-                self.layers.append(AdaptedLayer(linear, names, first))
+                self.layers.append(AdaptedLayer(linear, tuple(parts), first))
         self._names = [name for layer in self.layers for name in layer.names]
         self._modules = modules
 
@@ -171,7 +157,7 @@ class Layout:
         for name in self._names:
             if name not in ranks:
                 continue
-            (num_outputs, size), rank = self.shapes[name], padded_rank(ranks[name])
+            (num_outputs, size), rank = self.parts[name].shape, padded_rank(ranks[name])
             first_b = end + _padded_size(rank * size)
             offsets[name] = PartOffsets(rank, end, first_b)
             end = first_b + _padded_size(num_outputs * rank)

@@ -112,7 +112,7 @@ def test_tensor_shapes_match_the_tensors_that_models_load(case: str, architectur
     for name in ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.norm.weight"):
         assert is_ignored(decoder, name) == model.is_ignored(name)
     parts = [
-        (f"{prefix}{part}", (size, linear.in_features))
+        (f"{prefix}{part}", (size, linear.spec.in_features))
         for prefix, linear in model.linears()
         for part, size in linear.sizes.items()
     ]
