@@ -208,9 +208,9 @@ class AdapterPool:
         done.set_result(None)
         return done
 
-    def rows(self, token_slots: Slots, output_slots: Slots | None) -> StepAdapters | None:
-        """Group the rows of a step by the slots of tokens [T] and outputs [S]. None: all rows use the base model."""
-        return StepAdapters(token_slots, output_slots, self._group) if token_slots.any() else None
+    def rows(self, token_slots: Slots, output_slots: Slots | None) -> StepAdapters:
+        """Group the rows of a step by the slots of tokens [T] and outputs [S]."""
+        return StepAdapters(token_slots, output_slots, self._group)
 
     def close(self) -> None:
         """Wait for copies to the device in progress, and allow no further copies."""
