@@ -74,7 +74,7 @@ def draw_truncated(p_SW: Tensor, uniform_S: Floats, rules_S: npt.NDArray[np.void
     mass_SN = np.take_along_axis(values_SN, order_SN, -1).cumsum(-1)
     token_S: Ints64 = ids_SN[np.arange(len(ids_SN)), _first_above(mass_SN, uniform_S * mass_SN[:, -1])]
     for i in np.flatnonzero(~is_sure_S).tolist():
-        p_W = p_SW[i].cpu().numpy()
+        p_W = p_SW[i].numpy()
         rules = rules_S[i]
         keep_W = kept(p_W, top_k=int(rules["top_k"]), top_p=float(rules["top_p"]), min_p=float(rules["min_p"]))
         token_S[i] = _draw_kept(p_W, keep_W, float(uniform_S[i]))
@@ -87,15 +87,15 @@ def _find_head(p_SW: Tensor) -> _LargestTokens:
     if num_blocks <= _NUM_BLOCKS:
         largest = p_SW.topk(min(_HEAD, p_SW.shape[-1]))
         missing_S = np.zeros(len(p_SW))
-        return _LargestTokens(_wide(largest.values), largest.indices.cpu().numpy(), missing_S)
+        return _LargestTokens(_wide(largest.values), largest.indices.numpy(), missing_S)
     # Block b has the tokens b, b + B, b + 2 B, ..., so that maxima are computed along contiguous memory.
     grid_SCB = torch.unflatten(p_SW, -1, (BLOCK, num_blocks))
     best = grid_SCB.amax(1).topk(_NUM_BLOCKS + 1)
     taken_SB = best.indices[:, :_NUM_BLOCKS]
     candidates = grid_SCB.gather(2, taken_SB[:, None, :].expand(-1, BLOCK, -1)).flatten(1)
     largest = candidates.topk(_HEAD)
-    indices_SH = largest.indices.cpu().numpy()
-    blocks_SH = np.take_along_axis(taken_SB.cpu().numpy(), indices_SH % _NUM_BLOCKS, -1)
+    indices_SH = largest.indices.numpy()
+    blocks_SH = np.take_along_axis(taken_SB.numpy(), indices_SH % _NUM_BLOCKS, -1)
     return _LargestTokens(
         _wide(largest.values), indices_SH // _NUM_BLOCKS * num_blocks + blocks_SH, _wide(best.values[:, -1])
     )
@@ -134,7 +134,7 @@ def _kept_of_head(p_SW: Tensor, head: _LargestTokens, num_S: Ints64) -> tuple[Fl
     for i in np.flatnonzero((next_S == threshold_S) | (head.missing_S == threshold_S)).tolist():
         num_larger = int((values_SN[i] > threshold_S[i]).sum())
         equal = (p_SW[i] == float(threshold_S[i])).nonzero()[: int(num_S[i]) - num_larger, 0]
-        ids_SN[i, num_larger : num_larger + len(equal)] = equal.cpu().numpy()
+        ids_SN[i, num_larger : num_larger + len(equal)] = equal.numpy()
     return values_SN, ids_SN
 
 
@@ -189,5 +189,5 @@ def _first_above(mass_SC: Floats, target_S: Floats) -> Ints64:
 
 
 def _wide(values: Tensor) -> Floats:
-    """Convert [...] to float64 on the host."""
-    return values.cpu().numpy().astype(np.float64)
+    """Convert [...] to a float64 array."""
+    return values.numpy().astype(np.float64)
