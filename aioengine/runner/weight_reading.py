@@ -206,32 +206,24 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     """
     if not entry.num_bytes:
         return
+    source, writer, tensor = target.source, target.writer, target.tensor.detach()
     head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
-    is_vector = len(entry.shape) < 2  # its rows have one element, but a quantized block has many
-    rows, source, writer, tensor = None, target.source, target.writer, target.tensor.detach()
-    is_in_rows = source is None or (source.dim == 0 and not head_size)
-    if writer is not None:
-        is_in_rows &= not writer.is_whole
-    is_float = entry.dtype in DTYPES
+    is_float, is_vector = entry.dtype in DTYPES, len(entry.shape) < 2
+    rows: Tensor | None = None
     columns: tuple[tuple[int, int], ...] = ()
-    unit_rows = math.prod(entry.shape[1:-1])  # of each index of the first dimension
     written_rows = 1  # of the writer, for each row of a piece
-    if source is not None and not head_size and not is_vector and _is_in_blocks(entry, target, source):
-        rows, unit_rows, num_rows = tensor, 1, entry.shape[0]
-        written_rows = math.prod(rows.shape[1:-1])
-        if source.dim:
-            columns = _columns(entry, source)
-    else:
-        if is_in_rows and (is_float or not is_vector):
+    needs_all = writer is not None and writer.is_whole
+    if (is_float or not is_vector) and not needs_all:  # a row of a vector has one element, but a block has many
+        if source is None:
             rows = _as_rows(tensor, 1 if is_vector else entry.shape[-1])
-        if rows is None:
-            num_bytes, shape = entry.num_bytes, entry.shape
-            yield _FilePart(entry, entry.begin, num_bytes, shape, tensor, target.index, head_size, writer)
-            return
-        num_rows = len(rows) if source is None else source.total * unit_rows
-    ranges = [(0, num_rows)]
-    if source is not None and not columns:
-        ranges = [(a * unit_rows, b * unit_rows) for a, b in source.ranges]
+        elif not head_size and _is_in_blocks(entry, target, source):
+            rows, written_rows = tensor, math.prod(tensor.shape[1:-1])
+            columns = _columns(entry, source) if source.dim else ()
+    if rows is None:
+        yield _FilePart(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, writer)
+        return
+    num_rows = len(rows) if source is None else entry.shape[0]
+    ranges = [(0, num_rows)] if source is None or columns else source.ranges
     row_bytes = entry.num_bytes // num_rows
     own_bytes = sum(size for _, size in columns) or row_bytes
     step = PIECE_BYTES // own_bytes
@@ -274,8 +266,6 @@ def _is_in_blocks(entry: Entry, target: Target, source: Slice) -> bool:
     Raises ValueError if the part is not whole blocks of a GGUF file, and the target keeps their numbers.
     """
     writer = target.writer
-    if writer is not None and writer.is_whole:
-        return False
     block = 1 if entry.dtype in DTYPES or source.dim < len(entry.shape) - 1 else BLOCKS[entry.dtype][0]
     if not any(edge % block for pair in source.ranges for edge in pair):
         return True
