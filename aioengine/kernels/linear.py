@@ -399,7 +399,7 @@ def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) ->
 
         return InvariantMatmul(weight.contiguous(), bias)
     if not weight.is_contiguous():
-        return lambda x: functional.linear(x, weight, bias)
+        return _plain(weight, bias)
     return DeviceMatmul(weight, bias)
 
 
@@ -415,7 +415,7 @@ def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
     """
     zero_bias_rows = next((rows for inputs, rows in ZERO_BIAS_ROWS.items() if weight.shape[1] >= inputs), set[int]())
     if bias is not None or not zero_bias_rows or weight.dtype == torch.float32:
-        return lambda x: functional.linear(x, weight, bias)
+        return _plain(weight, bias)
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -38,16 +37,20 @@ class PromptStates(NamedTuple):
     token_indices: Ints64
 
 
+_States = tuple[list[_StateRun], Tensor]
+"""Runs, and the hidden states [N, D] of their positions."""
+
+
 @dataclass(slots=True)
 class StepHiddenStates:
-    """The hidden states of a step, while they are copied to the host: runs, and the states [N, D] of their positions.
+    """The hidden states of a step, while they are copied to the host.
 
     Attributes:
-        prompts: the positions of prompts. sampled: the positions before sampled tokens, in the order of sampling.
+        prompts: of positions of prompts. sampled: of positions before sampled tokens, in the order of sampling.
     """
 
-    prompts: tuple[list[_StateRun], Tensor] | None = None
-    sampled: list[tuple[list[_StateRun], Tensor]] = field(default_factory=list["tuple[list[_StateRun], Tensor]"])
+    prompts: list[_States] = field(default_factory=list[_States])
+    sampled: list[_States] = field(default_factory=list[_States])
 
     def extras(self) -> list[Extra]:
         """Return the states of output tokens once the step is done. Prompt states are kept until the first token."""
@@ -55,7 +58,7 @@ class StepHiddenStates:
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
         extras: list[Extra] = []
-        for request, end, data in chain.from_iterable(map(_data_of, self.sampled)):
+        for request, end, data in _data_of(self.sampled):
             if request.prompt_states is not None:  # the first token: its state is the last of the prompt
                 states = b"".join(request.prompt_states)
                 extras += block_extras(request.uid, PROMPT_STATES, states[: -len(data)], len(data))
@@ -64,10 +67,9 @@ class StepHiddenStates:
         return extras
 
 
-def _data_of(part: tuple[list[_StateRun], Tensor] | None) -> Iterator[tuple[RequestRow, int, bytes]]:
-    """Yield request, end and packed states of each run in hidden states [N, D]."""
-    if part is not None:
-        runs, hidden = part
+def _data_of(parts: list[_States]) -> Iterator[tuple[RequestRow, int, bytes]]:
+    """Yield request, end and packed states of each run."""
+    for runs, hidden in parts:
         states, start = hidden.float().numpy(), 0
         for request, end, count in runs:
             yield request, end, states[start : start + count].tobytes()
@@ -101,7 +103,7 @@ class HiddenStates:
 
     def add_prompts(self, hidden: Tensor, prompts: PromptStates) -> None:
         """Add hidden [N, D] of ``prompts.token_indices``."""
-        self._step.prompts = prompts.runs, host_copy(hidden)  # before the next step overwrites it
+        self._step.prompts.append((prompts.runs, host_copy(hidden)))  # before the next step overwrites it
 
     def add_sampled(self, hidden: Tensor, rows: SampledRows) -> None:
         """Add hidden [S, D] of the positions from whose logits the tokens of these rows are sampled."""
