@@ -46,7 +46,7 @@ MAX_NUMBERS, MANY_VALUES_ROWS = 1 << 22, 16
 class Run(NamedTuple):
     """``count`` consecutive positions of a request. Their logits are computed at the previous positions."""
 
-    own: RowLogprobs
+    row: RowLogprobs
     first: int
     count: int
 
@@ -83,7 +83,7 @@ class _RowGroup(NamedTuple):
         chosen: [X] their indices among the sampled rows of a step. indices: the same for tensors on the device.
     """
 
-    owns: list[RowLogprobs]
+    rows: list[RowLogprobs]
     chosen: Ints64
     indices: Tensor | slice
     columns: _Columns
@@ -117,29 +117,29 @@ class StepLogprobs:
             data_of_all, row_bytes = numbers.tobytes(), numbers.strides[0]
             computed = columns.num_top, columns.num_requested
             start = 0
-            for own, first, count in runs:
+            for row, first, count in runs:
                 end = start + count
                 if has_invalid and is_invalid[start:end].any():
-                    invalid.add(own.uid)
-                needed = own.rules.num_top, len(own.rules.token_ids)
+                    invalid.add(row.uid)
+                needed = row.rules.num_top, len(row.rules.token_ids)
                 if needed == computed:
                     data = data_of_all[start * row_bytes : end * row_bytes]
                 else:
                     data = numbers[start:end, _column_indices(needed, computed)].tobytes()
                 start = end
-                index = first - own.num_prompt
+                index = first - row.num_prompt
                 if index < 0:
-                    prompt_bytes = -index * own.rules.position_bytes
-                    own.parts.append(data[:prompt_bytes])
+                    prompt_bytes = -index * row.rules.position_bytes
+                    row.parts.append(data[:prompt_bytes])
                     data = data[prompt_bytes:]
-                if own.returns_next and data:
-                    extras.append(Extra(own.uid, NO_TOKEN, NEXT_LOGPROBS, data))
+                if row.returns_next and data:
+                    extras.append(Extra(row.uid, NO_TOKEN, NEXT_LOGPROBS, data))
                 elif data:
-                    extras.append(Extra(own.uid, index, OUTPUT_LOGPROBS, data))
-        for own in self.ended:
-            if own.parts:
-                extras += block_extras(own.uid, PROMPT_LOGPROBS, b"".join(own.parts), own.rules.position_bytes)
-                own.parts.clear()
+                    extras.append(Extra(row.uid, index, OUTPUT_LOGPROBS, data))
+        for row in self.ended:
+            if row.parts:
+                extras += block_extras(row.uid, PROMPT_LOGPROBS, b"".join(row.parts), row.rules.position_bytes)
+                row.parts.clear()
         return extras, invalid
 
 
@@ -178,17 +178,17 @@ class Logprobs:
         runs: list[Run] = []
         ended: list[RowLogprobs] = []
         token_indices = [np.zeros(0, dtype=np.int64)]
-        for i, own in _with_logprobs(rows.requests):
+        for i, row in _with_logprobs(rows.requests):
             start, count = int(rows.starts[i]), int(rows.counts[i])
-            if start >= own.num_prompt or (own.rules.start < 0 and not own.returns_next):
+            if start >= row.num_prompt or (row.rules.start < 0 and not row.returns_next):
                 continue
-            first = own.num_prompt if own.rules.start < 0 else max(start, own.rules.start - 1, 0) + 1
-            last = min(start + count, own.num_prompt - (not own.returns_next))
+            first = row.num_prompt if row.rules.start < 0 else max(start, row.rules.start - 1, 0) + 1
+            last = min(start + count, row.num_prompt - (not row.returns_next))
             if last >= first:
-                runs.append(Run(own, first, last + 1 - first))
+                runs.append(Run(row, first, last + 1 - first))
                 token_indices.append(rows.token_ends[i] - count - start + np.arange(first - 1, last))
-            if start + count >= own.num_prompt:
-                ended.append(own)
+            if start + count >= row.num_prompt:
+                ended.append(row)
         return PromptRuns(runs, np.concatenate(token_indices), ended) if runs or ended else None
 
     def add_prompts(self, hidden: Tensor, prompts: PromptRuns) -> None:
@@ -196,7 +196,7 @@ class Logprobs:
         done = 0
         for runs in _pieces(prompts.runs, CPU_ROWS if hidden.device.type == "cpu" else PROMPT_ROWS):
             # the tokens at these positions; 0 after the end of a prompt
-            parts = [own.prompt[first : first + count] for own, first, count in runs]
+            parts = [row.prompt[first : first + count] for row, first, count in runs]
             parts = [np.pad(part, (0, run.count - len(part))) for part, run in zip(parts, runs, strict=True)]
             token_ids = np.concatenate(parts)
             logits = self._compute_logits(hidden[done : done + len(token_ids)])
@@ -224,30 +224,30 @@ class Logprobs:
                 is_greedy, temperatures = part.records["is_greedy"], part.records["temperature"]
                 temperatures = np.where(is_greedy, np.float32(1.0), temperatures).astype(np.float32)
                 scores = self._sampler.process(scores, part) / self._upload(temperatures)[:, None]
-            runs = zip(group.owns, rows.positions[group.chosen].tolist(), repeat(1), strict=False)
+            runs = zip(group.rows, rows.positions[group.chosen].tolist(), repeat(1), strict=False)
             self._measure(scores, token_ids[group.indices].clamp(min=0), group.columns, runs)
 
     def _grouped(self, requests: list[RequestRow], max_rows: int) -> Iterator[_RowGroup]:
         """Group the requests [S] with logprobs for computation. Each of them samples one token."""
         with_logprobs = _with_logprobs(requests)
         done = 0
-        for runs in _pieces([Run(own, 0, 1) for _, own in with_logprobs], max_rows):
+        for runs in _pieces([Run(row, 0, 1) for _, row in with_logprobs], max_rows):
             chosen = np.array([i for i, _ in with_logprobs[done : done + len(runs)]], dtype=np.int64)
             done += len(runs)
             start, end = int(chosen[0]), int(chosen[-1]) + 1
             is_range = np.array_equal(chosen, np.arange(start, end))
             indices = slice(start, end) if is_range else self._upload(chosen)
-            yield _RowGroup([run.own for run in runs], chosen, indices, self._columns(runs))
+            yield _RowGroup([run.row for run in runs], chosen, indices, self._columns(runs))
 
     def _columns(self, runs: list[Run]) -> _Columns:
         """Return the logprobs to compute for the positions of these runs."""
-        num_top = max(run.own.rules.num_top for run in runs)
-        num_requested = max(len(run.own.rules.token_ids) for run in runs)
+        num_top = max(run.row.rules.num_top for run in runs)
+        num_requested = max(len(run.row.rules.token_ids) for run in runs)
         if not num_requested:
             return _Columns(num_top, 0, None)
         table = np.zeros((len(runs), num_requested), dtype=np.int64)
-        for row, run in zip(table, runs, strict=True):
-            row[: len(run.own.rules.token_ids)] = run.own.rules.token_ids
+        for ids, run in zip(table, runs, strict=True):
+            ids[: len(run.row.rules.token_ids)] = run.row.rules.token_ids
         requested = self._upload(np.repeat(table, [run.count for run in runs], axis=0))
         return _Columns(num_top, num_requested, requested)
 
@@ -261,13 +261,13 @@ class Logprobs:
 
 def _with_logprobs(requests: list[RequestRow]) -> list[tuple[int, RowLogprobs]]:
     """Return the requests with logprobs and their indices, sorted by size class."""
-    owned = [(i, own) for i, request in enumerate(requests) if (own := request.logprobs) is not None]
-    return sorted(owned, key=lambda pair: pair[1].size_class)
+    with_logprobs = [(i, row) for i, request in enumerate(requests) if (row := request.logprobs) is not None]
+    return sorted(with_logprobs, key=lambda pair: pair[1].size_class)
 
 
 def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
     """Split the runs, in order, into pieces of one size class with up to ``max_rows`` positions."""
-    for size_class, group in groupby(runs, key=lambda run: run.own.size_class):
+    for size_class, group in groupby(runs, key=lambda run: run.row.size_class):
         most = min(max_rows, max(1, MAX_NUMBERS >> size_class), MANY_VALUES_ROWS) if size_class else max_rows
         piece, left = list[Run](), most
         for full_run in group:
