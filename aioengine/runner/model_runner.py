@@ -85,8 +85,8 @@ class DeviceParts:
 class ModelRunner:
     """Computes plans: synchronously on a CPU, queued on a GPU.
 
-    ``_compute`` and ``_compute_drafts`` replay the CUDA graph of a decode step if it fits the rows. ``_run_model`` has
-    the ways to compute all other steps.
+    A step is computed by the CUDA graph of a decode step (``_decode_graphs``), or else by ``_run_model``, which has
+    three further ways.
 
     A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` of each plan with this row
     until the request is closed.
@@ -380,12 +380,17 @@ class ModelRunner:
             positions -= drafts.counts(requests)
         return self._table.sampled(requests, row_indices, positions), without_token
 
+    def _decode_graphs(self, rows: StepRows, *, has_drafts: bool = False) -> DecodeGraphs | None:
+        """Return the graphs of decode steps if one of them can compute these rows."""
+        graphs = self._graphs
+        return graphs if graphs is not None and graphs.fits(rows, has_drafts=has_drafts) else None
+
     def _compute(
         self, rows: StepRows, sampled: SampledRows, pooled: PooledRows | None, *, needs_logits: bool
     ) -> Tensor | None:
         """Run forward and sampling of at least one row. Return ``Ticket.values`` [R]; None: sampled later."""
-        if self._graphs is not None and self._graphs.fits(rows):
-            return self._replay(self._graphs, rows, sampled, needs_logits=needs_logits)
+        if (graphs := self._decode_graphs(rows)) is not None:
+            return self._replay(graphs, rows, sampled, needs_logits=needs_logits)
         self._constrained.sample_deferred()
         hidden, _ = self._forward(rows)
         if pooled is not None:
@@ -413,7 +418,7 @@ class ModelRunner:
 
     def _verifies_in_graph(self, rows: StepRows) -> bool:
         """Return whether all drafts of these rows can be verified at once in a CUDA graph."""
-        if self._graphs is None or not self._graphs.fits(rows, has_drafts=True):
+        if self._decode_graphs(rows, has_drafts=True) is None:
             return False
         return not any(must_sample_one_by_one(rows.requests, self._table.sampling[rows.row_indices]))
 
@@ -424,11 +429,11 @@ class ModelRunner:
         assert self._verifier is not None
         self._constrained.sample_deferred()
         self._constrained.follow()
-        if self._graphs is not None and self._graphs.fits(rows, has_drafts=True):
+        if (graphs := self._decode_graphs(rows, has_drafts=True)) is not None:
             num_drafts = None if drafts.on_device is None else drafts.counts(sampled.requests)
-            step = self._graphs.replay_with_drafts(rows, sampled, num_drafts)
+            step = graphs.replay_with_drafts(rows, sampled, num_drafts)
             if not any(must_sample_one_by_one(sampled.requests, sampled.records)):
-                return self._verifier.accept_on_device(self._graphs, step, rows, sampled, drafts)
+                return self._verifier.accept_on_device(graphs, step, rows, sampled, drafts)
             before_drafts = step.hidden[self._table.upload(drafts.token_indices(rows))]
             hidden = step.hidden[self._table.upload(rows.token_ends - 1)]
         else:

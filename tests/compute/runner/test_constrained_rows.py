@@ -161,7 +161,7 @@ class MaskedGraphs:
     def padded(self, num_rows: int) -> int:
         return num_rows
 
-    def fits(self, rows: StepRows) -> bool:
+    def fits(self, rows: StepRows, *, has_drafts: bool) -> bool:
         return can_expand(rows)
 
     def replay(self, rows: StepRows, sampled: SampledRows, *, when_ready: Callable[[], None]) -> SimpleNamespace:

@@ -379,7 +379,7 @@ def test_row_counts_are_padded_to_the_size_of_a_graph(qwen: Path, monkeypatch: p
 
     monkeypatch.setattr(model, "compute_logits", compute_logits)
     monkeypatch.setattr(model, "forward", forward)
-    graphs = SimpleNamespace(fits=lambda _: False, padded=lambda num: max(num, 4))
+    graphs = SimpleNamespace(fits=lambda rows, has_drafts: False, padded=lambda num: max(num, 4))
     monkeypatch.setattr(world.runner, "_graphs", graphs)
     assert world.answers(prompts) == expected
     assert set(num_rows) == {4}
