@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aioengine.kernels.adapter_types import UNIT, AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
+from aioengine.kernels.adapter_types import AdapterTiles, AdapterWeights, max_tiles, rows_of_tile
 from aioengine.kernels.arrays import Ints32, Ints64
 from aioengine.layers.adapters import Grouping, HostAdapters, PooledAdapters, RowGroups
 from aioengine.layers.linear import Linear
@@ -229,7 +229,6 @@ class _DeviceSlots:
 
     def __init__(self, layout: Layout, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = torch.zeros(num_slots, layout.slot_size, dtype=dtype, device=device)
-        assert layout.slot_size % UNIT == 0
         table = self.pool.view(torch.int32)
         for layer in layout.layers:
             spec = layer.linear.spec
