@@ -29,7 +29,7 @@ from aioengine.attention._base import BackendUnavailableError
 from aioengine.protocol.messages import Progress
 
 kernels_ready = threading.Event()
-"""Not set while the kernels are compiled in the background."""
+"""Not set while the kernels are compiled in the background, and after this has failed."""
 kernels_ready.set()
 
 POLL_S = 0.2

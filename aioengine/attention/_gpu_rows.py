@@ -1,4 +1,4 @@
-"""Decode rows on a GPU: the inputs of the kernel in ``kernels/triton/decode.py``, for all backends.
+"""Common parts of the GPU backends: their layers, the rows of a step as inputs of kernels, and decode steps.
 
 R rows, T tokens, H query heads, K kv heads, E head size, V value size, L layers, N pages of the pool, S page size, P
 pages of the longest row, X entries.

@@ -8,7 +8,8 @@ are padded with copies or split to counts that give equal bits:
 - bf16 and fp32, if oneDNN supports them (``packs``): ``TILED_COUNTS`` are tried, and the counts that agree are used.
   Without a matrix unit, if only counts below ``COMMON_ROWS`` differ, all ``ROW_COUNTS`` above them are used. If few
   counts agree in bf16, the matmul runs in fp32.
-- Other dtypes: ``TRIED_ROWS`` are tried. All counts from the next tried one above the largest that differs are used.
+- Other dtypes: ``TRIED_ROWS`` are tried. If n is the largest count that differs, all counts from the next tried
+  count after n on are used.
 
 If no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
 
@@ -131,7 +132,7 @@ class Packing(NamedTuple):
 
 
 MAX_PLAIN_ROWS = 64
-"""Maximum rows of a matmul with a weight that is not packed; more rows are split."""
+"""Maximum rows of a matmul with a weight that is not packed. More rows are computed in pieces."""
 ROW_COUNTS = (
     *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
     *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),

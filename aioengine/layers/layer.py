@@ -60,7 +60,7 @@ class Layer:
                 part.open_for_loading(f"{prefix}{part_prefix}", modules)
 
     def free_weights(self) -> None:
-        """Free the large weights, on a CPU. The layer is then open for loading, and all weights must be loaded."""
+        """Free the large weights. The layer is then open for loading, and all weights must be loaded."""
         for _, part in self.parts:
             if part is not None:
                 part.free_weights()

@@ -152,7 +152,7 @@ class CodesFormat(LinearFormat):
 
     @abstractmethod
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
-        """Undo ``codes``, but for the tensors that are ``kept``."""
+        """Undo ``codes``, except for the tensors that are ``kept``."""
 
     def is_preset(self, name: str) -> bool:
         """Return whether ``empty`` sets the tensor ``name`` to valid values; see ``Target``."""

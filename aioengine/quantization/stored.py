@@ -44,7 +44,7 @@ _TABLES: Final = {
 
 
 class _QuantState(msgspec.Struct):
-    """A text in checkpoints of bitsandbytes."""
+    """The JSON text ``quant_state`` in checkpoints of bitsandbytes."""
 
     blocksize: int
     nested_blocksize: int

@@ -66,7 +66,7 @@ _LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_c
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
-    """Load the model and allocate the KV pool.
+    """Return a runner that is ready for requests: load the model, allocate the pools, capture CUDA graphs.
 
     Sets torch's number of threads, so it should run in a separate process.
 
@@ -131,7 +131,7 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
 
 
 def _shard(settings: Settings, device: torch.device) -> Shard:
-    """Return the shard of this process, which connects to the other ranks if there are any."""
+    """Return the shard of this process. Connect to the other ranks if there are any."""
     ranks = settings.runner.ranks
     if ranks is None:
         return WHOLE
@@ -156,7 +156,7 @@ class _ModelSource:
 
     @classmethod
     def of(cls, settings: Settings, shard: Shard) -> _ModelSource:
-        """Read config.json."""
+        """Read config.json, and choose the weight formats."""
         options = ModelOptions(
             dtype=DTYPES[settings.model.dtype],
             device=torch.device(settings.runner.device),
@@ -220,7 +220,7 @@ class _ModelSource:
         return KV_DTYPES[self.settings.memory.kv_dtype or self.settings.model.dtype]
 
     def _fallback(self) -> TransformersFolder:
-        """Return the model that transformers computes. Only then transformers is imported, which takes a second."""
+        """Return the model that transformers computes. Imports transformers here, because that takes a second."""
         from aioengine.models._fallback import TransformersFolder
 
         model, has_weights = self.settings.model, self.settings.model.load_format != "dummy"
@@ -426,7 +426,10 @@ def _facts(parts: DeviceParts, loaded: _LoadedModel) -> dict[str, Fact]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """name: the backend. warning: why it is not the backend of the settings; empty if it is."""
+    """The attention backend of a model.
+
+    name: the backend. warning: why it is not the backend of the settings; empty if it is.
+    """
 
     name: str
     warning: str = ""

@@ -1,7 +1,7 @@
 """Hidden states for requests that ask for them, copied to the host after the step.
 
-The hidden state of an output token is the one of the position before it, from whose logits it was sampled. If a request
-asks for all hidden states, the states of the prompt are returned with the first output token, in blocks.
+The hidden state of an output token is the state of the previous position: the token is sampled from its logits. If a
+request asks for all hidden states, the states of the prompt are returned with the first output token, in blocks.
 
 N positions, T tokens of the step, S rows that sample, D model size.
 """
@@ -53,7 +53,10 @@ class StepHiddenStates:
     sampled: list[_States] = field(default_factory=list[_States])
 
     def extras(self) -> list[Extra]:
-        """Return the states of output tokens once the step is done. Prompt states are kept until the first token."""
+        """Return the hidden states as extras. Call it when the device has computed the step.
+
+        Prompt states are kept until the first output token.
+        """
         for request, _, data in _data_of(self.prompts):
             if request.prompt_states is not None:
                 request.prompt_states.append(data)
@@ -77,14 +80,14 @@ def _data_of(parts: list[_States]) -> Iterator[tuple[RequestRow, int, bytes]]:
 
 
 class HiddenStates:
-    """Collects the hidden states of a step. ``take`` returns them and starts the next step."""
+    """Collects the hidden states of a step."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
         self._step = StepHiddenStates()
 
     def take(self) -> StepHiddenStates:
-        """Return the hidden states of the step."""
+        """Return the hidden states of the step, and start the next step without any."""
         step, self._step = self._step, StepHiddenStates()
         return step
 

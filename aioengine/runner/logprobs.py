@@ -64,7 +64,7 @@ class PromptRuns(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The logprobs computed for N positions: for all of them the maximum that any of them needs.
+    """Which logprobs are computed for N positions: for each position as many as the largest request needs.
 
     Attributes:
         num_top: number of most likely tokens. num_requested: number of requested tokens (``token_ids_logprob``).
@@ -105,8 +105,8 @@ class StepLogprobs:
         self.ended: list[RowLogprobs] = []
 
     def extras(self) -> tuple[list[Extra], set[int]]:
-        """Return the logprobs as messages once the device is done, and the uids of requests with a NaN logprob (because
-        of NaN logits). Prompt logprobs are kept until the last step of the prompt.
+        """Return the logprobs as extras, and the uids of requests with a NaN logprob (because of NaN logits). Call it
+        when the device has computed the step. Prompt logprobs are kept until the last step of the prompt.
         """
         extras: list[Extra] = []
         invalid: set[int] = set()
@@ -169,7 +169,7 @@ class Logprobs:
         self._groups: list[_RowGroup] = []  # of these requests
 
     def take(self) -> StepLogprobs:
-        """Return the logprobs of the step."""
+        """Return the logprobs of the step, and start the next step without any."""
         step, self._step = self._step, StepLogprobs()
         return step
 

@@ -85,8 +85,8 @@ class DeviceParts:
 class ModelRunner:
     """Computes plans: synchronously on a CPU, queued on a GPU.
 
-    A step is computed by the CUDA graph of a decode step (``_decode_graphs``), or else by ``_run_model``, which has
-    three further ways.
+    A step is computed by the CUDA graph of a decode step if one fits (``_decode_graphs``). Otherwise ``_run_model``
+    computes it in one of three ways.
 
     A row that cannot be computed or sampled fails alone: its uid is in ``StepResult.failed`` of each plan with this row
     until the request is closed.
@@ -458,7 +458,7 @@ class ModelRunner:
             extra_outputs.append(drafts.token_indices(rows))
         num_outputs = self._num_padded(len(rows.requests))
         hidden = self._run_model(rows, num_outputs, np.concatenate(extra_outputs) if extra_outputs else None)
-        # behind the rows and their padding: the extra outputs
+        # the extra outputs follow the rows and their padding
         first_prompt = num_outputs + (0 if hidden_states is None else len(hidden_states.token_indices))
         first_draft = first_prompt + (0 if prompts is None else len(prompts.token_indices))
         if hidden_states is not None:

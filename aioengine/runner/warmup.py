@@ -38,8 +38,8 @@ from aioengine.settings.memory_model import SAMPLED_ROWS
 logger = logging.getLogger(__name__)
 
 TOKENS_APART = 31
-"""Distance between the token counts that are loaded. The library chooses a matmul kernel by the number of tiles, and
-perhaps by the powers of two that divide the number of tokens. So the distance is odd.
+"""Distance between the token counts whose kernels are loaded. cuBLAS chooses a matmul kernel by the number of tiles,
+and perhaps by the powers of two that divide the number of tokens. So the distance is odd.
 """
 
 SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 80)

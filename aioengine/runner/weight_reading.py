@@ -76,7 +76,7 @@ class _FilePart:
         target: the destination, in a parameter, or a placeholder.
         writer: quantizes the rows of a placeholder, from row ``first_row`` on.
         head_size: rows per head if the two halves of heads are interleaved; 0: they are not.
-        same_bytes: the bytes [X] of ``target`` if the file has the same bytes; None: it has not.
+        same_bytes: the bytes [X] of ``target`` if they equal the bytes of the file; None: the file is converted.
     """
 
     entry: Entry
@@ -202,7 +202,8 @@ def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
 def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces.
 
-    Of a plain tensor, a rank reads only the bytes of its part. Then a row is an index of the first dimension.
+    If a rank needs only a part of a tensor, it reads only the bytes of this part where possible (``_is_in_blocks``).
+    Then a row is an index of the first dimension.
     """
     if not entry.num_bytes:
         return
@@ -211,7 +212,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
     is_float, is_vector = entry.dtype in DTYPES, len(entry.shape) < 2
     rows: Tensor | None = None
     columns: tuple[tuple[int, int], ...] = ()
-    written_rows = 1  # of the writer, for each row of a piece
+    written_rows = 1  # rows that the writer gets for each row of a piece
     needs_all = writer is not None and writer.is_whole
     if (is_float or not is_vector) and not needs_all:  # a row of a vector has one element, but a block has many
         if source is None:
@@ -330,7 +331,7 @@ def _finite_sum(tensor: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _check_on_gpu(entries: list[Entry], targets: dict[str, Target]) -> None:
-    """Raise ValueError for elements that are not finite. The GPU sums them at memory bandwidth."""
+    """Raise ValueError for elements that are not finite. This takes as long as reading the memory of the GPU once."""
     for entry in entries:
         writer, tensor = targets[entry.name].writer, targets[entry.name].tensor
         tensor = tensor if writer is None else writer.scales
@@ -367,8 +368,10 @@ def _read(file: BinaryIO, piece: _FilePart, rest: memoryview, position: int) -> 
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
     """Read a tensor [*entry.shape] of an open file. Releases the GIL.
 
-    is_pinned: into pinned memory, which allows direct DMA to a GPU. For small files that are read while steps run:
-    mapping a file and copying it to pinned memory takes several times as long, because of page faults.
+    Small files are read with it while steps run. Mapping a file and copying it to pinned memory takes several times as
+    long, because of page faults.
+
+    is_pinned: read into pinned memory, which allows direct DMA to a GPU.
 
     Raises:
         ValueError: the dtype is not supported, or the file was changed.

@@ -147,7 +147,7 @@ def _matmul_kernel(
 ) -> None:  # fmt: skip
     """Multiply the result of ``quantize_rows``. LOW_FACTOR: of pairs; 0: no pairs.
 
-    GATED: half of the lines of a program are gates, and half are what they multiply.
+    GATED: half of the lines of a program are gates, and half are the lines that they multiply.
     """
     HALF: tl.constexpr = LINES // 2
     split, tile = tl.program_id(1), tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -191,10 +191,10 @@ def _few_rows_kernel(
     SIZE: tl.constexpr, LOW_FACTOR: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Convert blocks of x to pairs, with a scale for each row of a block. GATED: a program also computes what its gates
-    multiply.
+    """Convert blocks of x to pairs, with a scale for each row of a block, and multiply them. GATED: a program also
+    computes the outputs that its gates multiply.
 
-    The weight is loaded by TMA: before the converted numbers are multiplied, other loads ahead would have to end.
+    The weight is loaded by TMA. Other loads of later blocks would have to end before converted numbers are multiplied.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     first, line = split * (SIZE // SPLITS), tile * LINES
@@ -206,7 +206,7 @@ def _few_rows_kernel(
         if GATED:
             up_part = weight.load([num_outputs + line, first + start])
         values = tl.zeros((ROWS, BLOCK), x.dtype.element_ty)
-        if num_rows > 0:  # always; because of this branch, the loop loads weights, but not x, before it waits
+        if num_rows > 0:  # always true: because of this branch, the loop loads weights, but not x, before it waits
             if start == 0:
                 wait_and_start_next()
             values = tl.load(x_pointers + start)

@@ -55,13 +55,15 @@ _VECTOR_ASM = tl.constexpr(_vector_asm())
 _VECTOR_REGISTERS = tl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
 _TIMES = tl.constexpr("mul.bf16x2 $0, $1, $2;")
 _UNIT = tl.constexpr(2.0**-67)
+"""The factor of all sums until the end: 2 ** -133 * 2 ** 66, or 2 ** -129 * 2 ** 62."""
 
 
 @triton.jit
 def _lane_sums(first: tl.tensor, second: tl.tensor, vectors: tl.tuple) -> tuple[tl.tensor, tl.tensor]:
     """Multiply codes by inputs: [H, 4 N] words for each of two results [H, N].
 
-    A word is int32 and has 8 codes. The sum of 4 neighbors n, times ``_UNIT``, is the product of a piece.
+    A word is int32 and has 8 codes. The sum of 4 neighboring results [h, 4 i : 4 i + 4] is the product of a piece of
+    128 columns, times ``_UNIT``.
 
     Args:
         vectors: four bf16 pairs [1, 4 N] int32 for each word. Pair i is for the codes at bits 4 i and 4 i + 16.

@@ -75,8 +75,8 @@ class _Sizes(NamedTuple):
         token_stride: of the queries, in elements.
         block: positions that a program loads at a time. cap: see ``ScoreRules.cap``.
         tokens: maximum tokens of a row.
-        queries, more_queries: query heads of one token, and of ``tokens`` tokens, for one kv head; padded. Fewer take
-            less time.
+        queries, more_queries: query heads of one token, and of ``tokens`` tokens, for one kv head; padded. A row of one
+            token uses ``queries``, which takes less time.
     """
 
     token_stride: int

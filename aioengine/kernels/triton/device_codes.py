@@ -36,7 +36,7 @@ class DeviceCodes(NamedTuple):
         zeros: [G, O] fp32: integers that are subtracted from codes before they are scaled; None: see ``zero``.
         table: [16] fp32.
         group: inputs that share a scale.
-        zero: is subtracted from all codes before they are scaled; -1: nothing is.
+        zero: is subtracted from all codes before they are scaled; -1: nothing is subtracted.
     """
 
     numbers: Tensor

@@ -1,5 +1,7 @@
 """The adapter slots on the device, the copy of adapters into slots while steps run, and the rows of a step by adapter.
 
+Except in ``RowAdapters``, a row is a row of the input of a linear layer: a token or an output of the step.
+
 T tokens of a step, S outputs, N tiles of R rows.
 """
 

@@ -3,7 +3,7 @@
 Who decides:
 
 - how many drafts a row may have: the scheduler (``scheduler.drafting``).
-- which tokens they are: ``scheduler.ngrams`` before the step is planned, or ``DraftModel`` before it is launched.
+- which tokens they are: ``scheduler.ngrams`` when the step is planned, or ``DraftModel`` before it is launched.
 - whether the step waits for the step in flight, and which rows get their drafts if not all fit into a graph:
   ``Proposer``.
 - how the tokens are computed: ``ModelRunner._compute_drafts``, in a graph or without one.

@@ -25,7 +25,7 @@ class StepDrafts:
         proposed: uid -> proposed drafts; zeros while they are only on the device.
         on_device: the proposed drafts on the device; None: the host knows them.
         rows: the computed rows, with exact starts, and with the proposed drafts as known tokens. Other ranks get them.
-        accepts_on_device: the device accepts drafts, and ``RowTable.rejected`` has the number of the others.
+        accepts_on_device: the device accepts drafts, and stores the number of rejected ones in ``RowTable.rejected``.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
         open: the open requests of the sampled rows.

@@ -46,7 +46,8 @@ class Verification:
         counts: [S] number of accepted drafts of each row so far.
         final: [S] the last token of each row so far; FAILED: it cannot be sampled.
         active: the rows that sample next. The owner sets it first.
-        followed: rows whose grammar has followed the last token: it is over, or the next draft cannot be sampled.
+        followed: rows whose grammar has followed the last token, because the grammar is over, or because the next token
+            cannot be sampled.
     """
 
     def __init__(self, drafts: Sequence[Sequence[int]], one_by_one: list[bool]) -> None:
@@ -124,8 +125,8 @@ def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
 
 
 class SampledTokens(Readback):
-    """The tokens [T] sampled at all positions of a step. The device has accepted drafts; the host repeats it when it
-    knows these tokens.
+    """The tokens [T] sampled at all positions of a step. The device has accepted drafts. The host accepts the same
+    drafts when it knows these tokens.
 
     Attributes:
         last_indices: [S] index among these tokens of the last one of each row. It is FAILED if the hidden states of any
@@ -155,7 +156,7 @@ class Verifier:
     Attributes:
         sampler: of rank 0. ranks: None if there is one rank.
         compute_logits: logits [N, V] from hidden states [N, D].
-        logprobs, hidden_states: collect the requested ones.
+        logprobs, hidden_states: collect the requested logprobs and hidden states.
         errors: uid -> error of a custom processor.
     """
 
