@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = DTYPES | {"fp8_e4m3": FP8, "int8": torch.int8}
 
-_LESS_POOL = "Lower mem_fraction_static or max_total_tokens"
-_LESS_ADAPTERS = "Lower max_lora_rank or max_loras_per_batch"
-_LESS_GRAPHS = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph=True"
+_POOL_ADVICE = "Lower mem_fraction_static or max_total_tokens"
+_ADAPTERS_ADVICE = "Lower max_lora_rank or max_loras_per_batch"
+_GRAPHS_ADVICE = "Lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph=True"
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ModelRunner:
@@ -108,11 +108,11 @@ def _build(settings: Settings, device: torch.device, report: Callable[[Progress]
         runner_settings = replace(settings.runner, cuda_graph_max_rows=graph_rows)
         settings = replace(settings, scheduler=scheduler, runner=runner_settings)
     times.end("largest_step")
-    with memory.record("the KV pool and attention's workspace", advice=_LESS_POOL):
+    with memory.record("the KV pool and attention's workspace", advice=_POOL_ADVICE):
         parts = _allocate(settings, loaded, pool, adapters, vocab_size)
     times.end("kv_pool")
     facts = _facts(parts, loaded) | {"max_total_tokens": demand.tokens_in(pool.num_pages)}
-    with memory.record("CUDA graphs", advice=_LESS_GRAPHS):
+    with memory.record("CUDA graphs", advice=_GRAPHS_ADVICE):
         runner = ModelRunner(parts, facts)
         if device.type == "cuda":
             warm_up_device(runner, parts, report=report, times=times)
@@ -342,7 +342,7 @@ def _allocate_adapters(
     if lora is None:
         return None
     need = partial(slots_bytes, model.linears(), lora, dtype)
-    with memory.record("the LoRA adapter slots", advice=_LESS_ADAPTERS, need=need):
+    with memory.record("the LoRA adapter slots", advice=_ADAPTERS_ADVICE, need=need):
         return AdapterPool(
             model.linears(),
             lora,

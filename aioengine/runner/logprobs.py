@@ -268,8 +268,8 @@ def _with_logprobs(requests: list[RequestRow]) -> list[tuple[int, RowLogprobs]]:
 def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
     """Split the runs, in order, into pieces of one size class with up to ``max_rows`` positions."""
     for size_class, group in groupby(runs, key=lambda run: run.row.size_class):
-        most = min(max_rows, max(1, MAX_NUMBERS >> size_class), MANY_VALUES_ROWS) if size_class else max_rows
-        piece, left = list[Run](), most
+        limit = min(max_rows, max(1, MAX_NUMBERS >> size_class), MANY_VALUES_ROWS) if size_class else max_rows
+        piece, left = list[Run](), limit
         for full_run in group:
             run = full_run
             while run.count > left:
@@ -277,7 +277,7 @@ def _pieces(runs: list[Run], max_rows: int) -> Iterator[list[Run]]:
                     piece.append(run._replace(count=left))
                 yield piece
                 run = run._replace(first=run.first + left, count=run.count - left)
-                piece, left = [], most
+                piece, left = [], limit
             piece.append(run)
             left -= run.count
         yield piece

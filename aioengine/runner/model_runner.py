@@ -127,7 +127,7 @@ class ModelRunner:
             max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)
-        sampler = _sampler(vocab_size, self._table, parts)
+        sampler = _build_sampler(vocab_size, self._table, parts)
         self._ranks = parts.ranks
         self._sampler = sampler if parts.ranks is None else RankSampler(sampler, parts.ranks)
         self._send_plan: Callable[[StepPlan, Collection[int]], None] | None = None
@@ -399,8 +399,8 @@ class ModelRunner:
             return self._sample_or_defer(hidden, sampled)
         if not sampled.requests:
             return self._values_without_token(hidden)
-        is_sampled = self._table.upload(np.flatnonzero(rows.samples))
-        token_ids = self._sample_or_defer(hidden[is_sampled], sampled, is_urgent=True)
+        sampled_indices = self._table.upload(np.flatnonzero(rows.samples))
+        token_ids = self._sample_or_defer(hidden[sampled_indices], sampled, is_urgent=True)
         assert token_ids is not None
         return torch.cat([token_ids, self._values_without_token(hidden, rows)])
 
@@ -440,8 +440,8 @@ class ModelRunner:
             hidden, before_drafts = self._forward(rows, drafts)
         if pooled is not None:  # these rows have no graph
             self._pooler.pool(hidden, pooled)
-        is_sampled = self._table.upload(np.flatnonzero(rows.samples))
-        values = self._verifier.verify(hidden[is_sampled], before_drafts, sampled, drafts)
+        sampled_indices = self._table.upload(np.flatnonzero(rows.samples))
+        values = self._verifier.verify(hidden[sampled_indices], before_drafts, sampled, drafts)
         token_ids = self._table.upload(np.array(values, dtype=np.int64))
         if len(values) < len(rows.requests):
             token_ids = torch.cat([token_ids, self._values_without_token(hidden, rows)])
@@ -562,7 +562,7 @@ class ModelRunner:
         return self._model.compute_logits(padded)[:num_rows]
 
 
-def _sampler(vocab_size: int, table: RowTable, parts: DeviceParts) -> Sampler | DeviceSampler:
+def _build_sampler(vocab_size: int, table: RowTable, parts: DeviceParts) -> Sampler | DeviceSampler:
     if parts.device.type == "cpu":
         return Sampler(vocab_size, table)
     from aioengine.runner.sampling.device_sampler import DeviceSampler

@@ -142,10 +142,10 @@ class SampledRows:
             for request, position in zip(self.requests, self.positions.tolist(), strict=True)
         ]
 
-    def part(self, chosen: Ints64, later: Ints64 | int = 0) -> SampledRows:
-        """Return the rows ``chosen`` [X], at positions that are ``later`` [X] higher."""
+    def part(self, chosen: Ints64, offsets: Ints64 | int = 0) -> SampledRows:
+        """Return the rows ``chosen`` [X], at positions that are ``offsets`` [X] higher."""
         requests = [self.requests[i] for i in chosen.tolist()]
-        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + later, self.records[chosen])
+        return SampledRows(requests, self.row_indices[chosen], self.positions[chosen] + offsets, self.records[chosen])
 
 
 def needs_only_temperature(records: npt.NDArray[np.void], *, aside_from: int = 0) -> bool:

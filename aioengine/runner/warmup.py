@@ -228,12 +228,12 @@ def _many_rows(size: int, page_size: int, num_groups: int) -> Iterator[StepPlan]
         opened = [NewRow(uid, sampling[uid], 1, [_TOKEN], pages[uid]) for uid in uids]
         yield StepPlan([Row(uid, 0, 1, TOKENS, [_TOKEN]) for uid in uids], opened)
         yield StepPlan([Row(uid, 1, 1, TOKENS) for uid in uids])
-        late = uids[size // 2 :]  # these are opened again with three tokens
-        opened = [NewRow(uid, sampling[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in late]
+        reopened = uids[size // 2 :]  # these are opened again with three tokens
+        opened = [NewRow(uid, sampling[uid], 3, [_TOKEN] * 3, pages[uid]) for uid in reopened]
         decoding = uids[: size // 2]
-        prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in late]
-        yield StepPlan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=late)
-        chunks = [Row(uid, 3, 2, NOTHING, [_TOKEN] * 2) for uid in late]
+        prompts = [Row(uid, 0, 3, TOKENS, [_TOKEN] * 3) for uid in reopened]
+        yield StepPlan([*(Row(uid, 2, 1, TOKENS) for uid in decoding), *prompts], opened, closed=reopened)
+        chunks = [Row(uid, 3, 2, NOTHING, [_TOKEN] * 2) for uid in reopened]
         yield StepPlan([*(Row(uid, 3, 1, TOKENS) for uid in decoding), *chunks])
         yield StepPlan([], closed=uids)
 

@@ -63,7 +63,7 @@ _FP8_NAN: Final = 0x7F
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _FilePart:
+class _Piece:
     """A part of a tensor in a file.
 
     Attributes:
@@ -150,7 +150,7 @@ def read_all(entries: list[Entry], targets: dict[str, Target], report: Report) -
                 idle.put(copier)
 
         @torch.inference_mode()
-        def read(piece: _FilePart) -> None:
+        def read(piece: _Piece) -> None:
             file = files[piece.entry.path]
             if device.type != "cuda":
                 _load_to_cpu(piece, file)
@@ -199,7 +199,7 @@ def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
         )
 
 
-def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
+def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
     """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces.
 
     If a rank needs only a part of a tensor, it reads only the bytes of this part where possible (``_is_in_blocks``).
@@ -221,7 +221,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
             rows, written_rows = tensor, math.prod(tensor.shape[1:-1])
             columns = _columns(entry, source) if source.dim else ()
     if rows is None:
-        yield _FilePart(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, writer)
+        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, writer)
         return
     num_rows = len(rows) if source is None else entry.shape[0]
     ranges = [(0, num_rows)] if source is None or columns else source.ranges
@@ -237,7 +237,7 @@ def _pieces(entry: Entry, target: Target) -> Iterator[_FilePart]:
         part = rows[row : row + stop - first]
         is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype
         is_same &= part.is_contiguous() and not part.is_meta
-        yield _FilePart(
+        yield _Piece(
             entry,
             entry.begin + first * row_bytes,
             len(part) * own_bytes,
@@ -285,7 +285,7 @@ def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
         return None
 
 
-def _load_to_cpu(piece: _FilePart, file: BinaryIO) -> None:
+def _load_to_cpu(piece: _Piece, file: BinaryIO) -> None:
     """Read a piece into its target, and check its elements while they are in the cache."""
     if piece.same_bytes is not None:
         _fill(file, piece, piece.same_bytes)
@@ -306,7 +306,7 @@ class _PinnedCopier:
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
 
-    def load(self, piece: _FilePart, file: BinaryIO) -> None:
+    def load(self, piece: _Piece, file: BinaryIO) -> None:
         """Read a piece, and queue its copy to the target."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         buffer, copied, size = self._buffers[self._turn], self._copied[self._turn], piece.num_bytes
@@ -338,7 +338,7 @@ def _check_on_gpu(entries: list[Entry], targets: dict[str, Target]) -> None:
         check_finite(tensor, tensor.dtype, f"{entry.path}: tensor {entry.stored_name}")
 
 
-def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:
+def _fill(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
     """Fill content [X], which has the bytes of the piece, from the file, and return it. Releases the GIL."""
     unread = memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
     runs = [(0, piece.num_bytes)]
@@ -351,7 +351,7 @@ def _fill(file: BinaryIO, piece: _FilePart, content: Tensor) -> Tensor:
     return content
 
 
-def _read(file: BinaryIO, piece: _FilePart, rest: memoryview, position: int) -> None:
+def _read(file: BinaryIO, piece: _Piece, rest: memoryview, position: int) -> None:
     """Fill ``rest`` with bytes of the file from ``position`` on."""
     while rest:
         try:

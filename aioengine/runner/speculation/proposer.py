@@ -115,7 +115,7 @@ class Proposer:
         self._unrecorded.append(ticket)
         if drafts is NO_DRAFTS:
             return
-        drafts.open = [self._open.get(uid) for uid in ticket.sampled]
+        drafts.drafted = [self._open.get(uid) for uid in ticket.sampled]
         if not drafts.proposed:  # otherwise they are counted when the tokens are known
             _count_rejected(ticket)
         if self._model is None:
@@ -135,7 +135,7 @@ class Proposer:
             self._record(ticket, values)
         self.forget(ticket)
         if ticket.drafts.rejected:
-            for uid, drafted in zip(ticket.sampled, ticket.drafts.open, strict=True):
+            for uid, drafted in zip(ticket.sampled, ticket.drafts.drafted, strict=True):
                 if drafted is not None:
                     drafted.num_rejected -= ticket.drafts.rejected.get(uid, 0)
 
@@ -174,7 +174,7 @@ class Proposer:
             return ticket.drafts.accepts_on_device or not ticket.drafts.proposed
         if not ticket.drafts.accepts_on_device or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
             return False
-        launched = dict(zip(ticket.sampled, ticket.drafts.open, strict=True))
+        launched = dict(zip(ticket.sampled, ticket.drafts.drafted, strict=True))
         for row in rows:
             drafted = self._open[row.uid]
             if launched.get(row.uid) is not drafted or not drafted.max_length:
@@ -206,7 +206,7 @@ class Proposer:
             _count_rejected(ticket)
         if self._model is None:
             return
-        for uid, drafted, value in zip(ticket.sampled, drafts.open, values, strict=False):
+        for uid, drafted, value in zip(ticket.sampled, drafts.drafted, values, strict=False):
             if drafted is None or not drafted.max_length:
                 continue
             accepted = drafts.accepted.get(uid, ())
@@ -279,7 +279,7 @@ def _num_unknown(row: Row, drafted: DraftedRequest) -> int:
 def _count_rejected(ticket: Ticket) -> None:
     """Count the planned drafts of each row of a step that were not proposed or not accepted."""
     drafts = ticket.drafts
-    for uid, drafted in zip(ticket.sampled, drafts.open, strict=True):
+    for uid, drafted in zip(ticket.sampled, drafts.drafted, strict=True):
         num_rejected = drafts.planned.get(uid, 0) - len(drafts.accepted.get(uid, ()))
         if num_rejected and drafted is not None:
             drafts.rejected[uid] = num_rejected

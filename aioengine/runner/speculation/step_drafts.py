@@ -28,7 +28,7 @@ class StepDrafts:
         accepts_on_device: the device accepts drafts, and stores the number of rejected ones in ``RowTable.rejected``.
         accepted: uid -> accepted drafts, after the verification.
         followed: indices of sampled rows whose grammar has followed the last token of the row.
-        open: the open requests of the sampled rows.
+        drafted: the open request of each sampled row; None on ranks above 0.
         rejected: uid -> number of rejected drafts.
     """
 
@@ -39,7 +39,7 @@ class StepDrafts:
     accepts_on_device: bool = False
     accepted: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     followed: set[int] = field(default_factory=set[int])
-    open: list[DraftedRequest | None] = field(default_factory=list[DraftedRequest | None])
+    drafted: list[DraftedRequest | None] = field(default_factory=list[DraftedRequest | None])
     rejected: dict[int, int] = field(default_factory=dict[int, int])
 
     def of_requests(self, requests: list[RequestRow]) -> list[list[int]]:

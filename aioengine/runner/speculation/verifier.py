@@ -112,11 +112,11 @@ def num_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     return count
 
 
-def row_groups(counts: Sequence[int], most: int) -> Iterator[range]:
-    """Divide rows into groups with up to ``most`` positions. counts: positions of each row."""
+def row_groups(counts: Sequence[int], max_positions: int) -> Iterator[range]:
+    """Divide rows into groups with up to ``max_positions`` positions. counts: positions of each row."""
     start = num_positions = 0
     for row, count in enumerate(counts):
-        if num_positions and num_positions + count > most:
+        if num_positions and num_positions + count > max_positions:
             yield range(start, row)
             start, num_positions = row, 0
         num_positions += count
@@ -182,8 +182,8 @@ class Verifier:
         firsts = rows.token_ends - 1 - counts
         if token_ids is None:
             row_of_token = np.repeat(np.arange(len(firsts)), rows.counts)
-            later = np.arange(len(row_of_token)) - firsts[row_of_token]
-            token_ids = self.sampler.sample(graphs.logits(step)[: len(later)], sampled.part(row_of_token, later))
+            offsets = np.arange(len(row_of_token)) - firsts[row_of_token]
+            token_ids = self.sampler.sample(graphs.logits(step)[: len(offsets)], sampled.part(row_of_token, offsets))
         num_planned = np.array([drafts.planned.get(request.uid, 0) for request in requests], dtype=np.int64)
         spans = np.stack([row_indices, firsts, counts, num_planned, self.table.draft_indices(-1, row_indices)])
         graphs.accept(step, token_ids, self.table.upload(spans))
@@ -254,9 +254,9 @@ class Verifier:
         verification.active = [*firsts]
         while verification.active:
             entries = verification.entries()
-            later = np.array([count for _, count in entries], dtype=np.int64)
-            entry_rows = rows.part(np.array([row for row, _ in entries], dtype=np.int64), later)
-            chosen = self.table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + later)
+            offsets = np.array([count for _, count in entries], dtype=np.int64)
+            entry_rows = rows.part(np.array([row for row, _ in entries], dtype=np.int64), offsets)
+            chosen = self.table.upload(np.array([firsts[row] for row, _ in entries], dtype=np.int64) + offsets)
             scores = logits[chosen]
             token_ids = self.sampler.sample(scores, entry_rows)
             kept = verification.take(entries, token_ids.tolist())

@@ -110,7 +110,7 @@ def test_all_ranks_refuse_what_one_of_them_has_no_memory_for(monkeypatch: pytest
 def test_advice_names_arguments_of_the_engine() -> None:
     from aioengine.api import args
 
-    for text in (build._LESS_POOL, build._LESS_GRAPHS):
+    for text in (build._POOL_ADVICE, build._GRAPHS_ADVICE):
         assert set(re.findall(r"[a-z]+_[a-z_]+", text)) <= args.ARGUMENTS.keys()
 
 
