@@ -259,7 +259,7 @@ class DecodeBuffers:
         page_ids: the concatenated page tables.
         max_pages: pages of the longest possible row.
         are_bounds: ``FixedDecode.plan`` gets upper bounds. The rows in these buffers may be shorter.
-        most_tokens: adjacent rows of one request, up to this number, may share a page table.
+        max_row_tokens: adjacent rows of one request, up to this number, may share a page table.
         parts: the buffers of each page group; empty: all layers share one page table.
     """
 
@@ -269,7 +269,7 @@ class DecodeBuffers:
     page_ids: Tensor
     max_pages: int
     are_bounds: bool = False
-    most_tokens: int = 1
+    max_row_tokens: int = 1
     parts: Sequence[DecodeBuffers] = ()
 
 
@@ -277,10 +277,10 @@ class FixedDecode(StepAttention, Protocol):
     """Attention of decode steps with a fixed number of rows. The caller fills the buffers before each step.
 
     Attributes:
-        most_tokens: maximum number of rows that share a page table.
+        max_row_tokens: maximum number of rows that share a page table.
     """
 
-    most_tokens: int
+    max_row_tokens: int
 
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         """Plan a capture or a replay, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R].

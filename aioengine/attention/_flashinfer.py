@@ -8,7 +8,7 @@ computes these rows through the same methods, ``prepare`` and ``bind``.
 In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode
 kernel attends to the other pages, and merges both results. Prefill rows with the same first pages do this too, but the
 keys and values of the shared pages are copied first. To merge results, FlashInfer returns the log-sum-exp of the scores
-("weights", in base 2).
+(``log_sums``, in base 2).
 
 T packed tokens, R rows, H query heads, K kv heads, E head size, N pages of the pool, S page size.
 """
@@ -125,8 +125,8 @@ def _run(
     if sinks is None:
         wrapper.run(*inputs, out=out)
     else:
-        _, weights = wrapper.run(*inputs, out=out, return_lse=True)
-        add_sinks(out, weights, sinks)
+        _, log_sums = wrapper.run(*inputs, out=out, return_lse=True)
+        add_sinks(out, log_sums, sinks)
 
 
 class PrefillRows:
@@ -198,13 +198,13 @@ class PrefillRows:
         def attend(layer: int) -> None:
             pool, sinks = self._layers.pool[layer], self._layers.rules[layer].sinks
             if self._shared is not None:
-                _, weights = self._paged.run(paged_q, pool, out=paged_out, return_lse=True)
+                _, log_sums = self._paged.run(paged_q, pool, out=paged_out, return_lse=True)
                 tokens, indices = self._shared
                 _, num_kv_heads, _, head_size = pool[0].shape
                 keys, values = (
                     side.view(-1, head_size).index_select(0, indices).view(-1, num_kv_heads, head_size) for side in pool
                 )
-                merge(out[tokens], weights[tokens], *self._prefix.run(q[tokens], keys, values, return_lse=True))
+                merge(out[tokens], log_sums[tokens], *self._prefix.run(q[tokens], keys, values, return_lse=True))
             elif split:
                 _run(self._paged, paged_q, pool, out=paged_out, sinks=sinks)
             if self._has_fresh:
@@ -216,8 +216,8 @@ class PrefillRows:
         """Compile the merge kernel."""
         layers = self._layers
         out = torch.zeros(1, layers.shape.num_heads, layers.shape.head_size, dtype=layers.dtype, device=layers.device)
-        weights = torch.zeros(1, layers.shape.num_heads, device=out.device)
-        merge(out, weights, out, weights)
+        log_sums = torch.zeros(1, layers.shape.num_heads, device=out.device)
+        merge(out, log_sums, out, log_sums)
 
 
 class ConvertedRows:
@@ -321,7 +321,7 @@ class FixedFlashInferCascade(FixedDecodeRows):
 
     def __init__(self, layers: FlashInferLayers, num_rows: int, buffers: DecodeBuffers) -> None:
         super().__init__(layers, num_rows, buffers)
-        self._plans = layers
+        self._flashinfer_layers = layers
         self._num_rows = num_rows
         # One FlashInfer row is a group of rows. The last one has the rows without shared pages.
         sizes = MAX_GROUPS + 2, MAX_GROUPS + 2, MAX_GROUPS * buffers.max_pages, MAX_GROUPS + 1
@@ -344,7 +344,7 @@ class FixedFlashInferCascade(FixedDecodeRows):
 
     def plan_shared(self, pages: SharedPages) -> None:
         """Plan the shared pages of these groups, before their first replay."""
-        layers = self._plans
+        layers = self._flashinfer_layers
         missing = MAX_GROUPS + 1 - len(pages.num_pages)
         row_ends = np.append(pages.row_ends, np.int32(self._num_rows))
         query_lengths = np.pad(np.diff(row_ends, prepend=np.int32(0)), (0, missing - 1))

@@ -28,7 +28,7 @@ from aioengine.kernels.arrays import Ints32
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.attention import PagedRows
-from aioengine.kernels.triton.decode import MOST_QUERIES, DecodeRows, decode
+from aioengine.kernels.triton.decode import MAX_QUERIES, DecodeRows, decode
 from aioengine.kernels.triton.pages import flatten_pages
 from aioengine.kernels.triton.scores import ScoreRules
 
@@ -180,7 +180,7 @@ class PagedStep(ABC):
 class PagedAttention:
     """Attention of a prepared step. Implements ``FixedDecode``, and a part of ``CapturableAttention``."""
 
-    most_tokens = 1
+    max_row_tokens = 1
 
     def __init__(self, layers: AttentionLayers, step: PagedStep | None = None) -> None:
         """step: None until ``prepare`` sets it."""
@@ -217,20 +217,20 @@ class FixedDecodeRows:
         self._slots = buffers.slot_mapping
         shape, device = layers.shape, layers.device
         num_entries, num_columns = max_splits(num_rows, shape.num_kv_heads), COLUMNS
-        most = MOST_QUERIES * shape.num_kv_heads // shape.num_heads if shape.common_window is None else 1
-        self.most_tokens = max(min(buffers.most_tokens, most), 1)
-        if self.most_tokens > 1:
+        max_tokens = MAX_QUERIES * shape.num_kv_heads // shape.num_heads if shape.common_window is None else 1
+        self.max_row_tokens = max(min(buffers.max_row_tokens, max_tokens), 1)
+        if self.max_row_tokens > 1:
             num_columns += 2
         self._rows = DecodeRows(
             buffers.starts,
             buffers.page_ids,
             torch.full((num_columns, num_entries), -1, dtype=torch.int32, device=device),
             torch.zeros(num_rows * shape.num_kv_heads, dtype=torch.int32, device=device),
-            buffers.last_lengths if buffers.are_bounds or self.most_tokens > 1 else None,
-            self.most_tokens,
+            buffers.last_lengths if buffers.are_bounds or self.max_row_tokens > 1 else None,
+            self.max_row_tokens,
         )
         # A draft model plans the steps of all drafts before the first of these plans is copied.
-        shape_of_splits = 2 * buffers.most_tokens, num_columns, num_entries
+        shape_of_splits = 2 * buffers.max_row_tokens, num_columns, num_entries
         self._pinned_splits = [*torch.empty(shape_of_splits, dtype=torch.int32, pin_memory=True)]
         self._copied = [torch.cuda.Event() for _ in self._pinned_splits]
         self._number = 0
@@ -250,7 +250,7 @@ class FixedDecodeRows:
         plan[:COLUMNS, :num_used], plan[:COLUMNS, num_used:] = splits, -1
         if tables is not None:  # the first row and the number of rows of each page table
             plan[COLUMNS:, :num_used] = tables[rows], np.diff(tables)[rows]
-        elif self.most_tokens > 1:
+        elif self.max_row_tokens > 1:
             plan[COLUMNS], plan[COLUMNS + 1] = rows, 1
         self._rows.splits.copy_(pinned_plan, non_blocking=True)
         copied.record()

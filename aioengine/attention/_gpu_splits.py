@@ -33,8 +33,8 @@ def plan_splits(lengths: Ints32, num_entries: int, window: int | None = None) ->
     if hidden is not None:
         lengths = lengths - hidden
     spare = num_entries - len(lengths)
-    most = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_SPLITS))
-    counts = -(-lengths // (-(-most // STEP) * STEP))
+    min_size = max(-(-int(lengths.sum()) // spare), -(-int(lengths.max()) // MAX_SPLITS))
+    counts = -(-lengths // (-(-min_size // STEP) * STEP))
     sizes = -(-lengths // (counts * STEP)) * STEP
     counts = -(-lengths // sizes)
     order = np.argsort(-sizes, kind="stable")

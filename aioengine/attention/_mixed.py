@@ -88,7 +88,7 @@ class MixedCapturableAttention(MixedAttention[CapturableAttention]):
 class MixedDecode(_ByLayer[FixedDecode]):
     """Implements ``FixedDecode``."""
 
-    most_tokens = 1
+    max_row_tokens = 1
 
     def plan(self, starts: Ints32, last_lengths: Ints32, tables: Ints32 | None = None) -> None:
         """Plan a step, from host copies of the buffers ``starts`` [R + 1] and ``last_lengths`` [R]."""

@@ -49,7 +49,7 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, kv_pool: Tensor) -> None:
         """kv_pool: [L, 2, N, K, S, E]."""
         self._layers = FlashInferLayers.of(shape, kv_pool)
-        self._by_flashinfer = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
+        self._flashinfer_prefill = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
         self._prefill: ConvertedRows | PrefillRows | TritonAttention = TritonAttention(self._layers)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)
@@ -73,7 +73,7 @@ class FlashInferAttention:
             self._decode = decode_rows(self._layers.shape, kv_lengths[:num_decode], *pages)
         if num_decode < len(query_lengths):
             if kernels_ready.is_set():
-                self._prefill = self._by_flashinfer
+                self._prefill = self._flashinfer_prefill
             self._prefill.prepare(_prefill_rows(batch, num_decode) if num_decode else batch)
 
     def target(self, layer: int) -> KVTarget:
@@ -113,8 +113,8 @@ class FlashInferAttention:
         counts = (1, 2, MIN_FRESH_TOKENS) if self._layers.is_quantized else (1, 2)
         for count in counts:
             run_once(self, self._layers, 1, count)
-        if isinstance(self._by_flashinfer, PrefillRows) and self._layers.shape.common_window is None:
-            self._by_flashinfer.warm_up()
+        if isinstance(self._flashinfer_prefill, PrefillRows) and self._layers.shape.common_window is None:
+            self._flashinfer_prefill.warm_up()
 
 
 def _prefill_rows(batch: ForwardBatch, num_decode: int) -> ForwardBatch:

@@ -34,7 +34,7 @@ from aioengine.attention._latent import AdaptiveLatentAttention
 from aioengine.kernels.triton import attention as kernels
 from aioengine.kernels.triton.attention import (
     EVEN_SPLITS,
-    MOST_POSITIONS,
+    MAX_SHORT_LENGTH,
     PagedRows,
     head_group,
     num_splits,
@@ -45,7 +45,7 @@ ENOUGH_PROGRAMS = 256
 """Number of programs that keeps a GPU busy. With fewer (row, kv head) pairs, more than two programs compute each."""
 LONG_ROW_PROGRAMS = 8
 """Minimum programs per pair if rows may be long: one long row among short rows would finish much later than they do."""
-MOST_ALONE = 2048
+MAX_ALONE = 2048
 """Positions of a row that one program computes if there are enough pairs."""
 MANY_PROGRAMS = 1024
 """With this number of pairs or more, long rows have two programs, too."""
@@ -81,10 +81,10 @@ def choose_num_programs(layers: AttentionLayers, num_rows: int, max_splits: int)
     return 1 if num_bytes > MAX_SPLITS_BYTES else max(min(max_splits, wanted), 2)  # 2: ``warm_up`` compiles this
 
 
-def choose_most_alone(layers: AttentionLayers, num_rows: int) -> int:
-    """Return ``most_alone`` of ``attend_splits``."""
+def choose_max_alone(layers: AttentionLayers, num_rows: int) -> int:
+    """Return ``max_alone`` of ``attend_splits``."""
     is_alone = layers.shape.value_size is None and num_pairs(layers, num_rows) >= ENOUGH_PROGRAMS
-    return MOST_ALONE if is_alone else 0
+    return MAX_ALONE if is_alone else 0
 
 
 def max_splits_of(layers: AttentionLayers, length: int) -> int:
@@ -99,10 +99,10 @@ class _TritonStep(PagedStep):
 
     Attributes:
         tiles: [X, 2] int32, as in ``kernels.triton.attention.attend``, the longest first.
-        num_long: number of tiles that may have more positions than ``MOST_POSITIONS``.
+        num_long: number of tiles that may have more positions than ``MAX_SHORT_LENGTH``.
         num_done: as in ``attend_splits``.
         max_splits: number of splits of the longest row.
-        num_programs: see ``choose_num_programs``; 1 if a row has several tokens. most_alone: as in ``attend_splits``.
+        num_programs: see ``choose_num_programs``; 1 if a row has several tokens. max_alone: as in ``attend_splits``.
     """
 
     tiles: Tensor
@@ -110,7 +110,7 @@ class _TritonStep(PagedStep):
     num_done: Tensor
     max_splits: int
     num_programs: int
-    most_alone: int
+    max_alone: int
 
     def attend(self, q: Tensor, layer: int, *, out: Tensor) -> None:
         """Attend with q [T, H, E] to the pool of a layer -> out [T, H, V]."""
@@ -125,7 +125,7 @@ class _TritonStep(PagedStep):
                 in_splits = shape.batch_invariant or shape.value_size is None
                 kernels.attend(q, pool, self.rows, tiles, scale=scale, out=out, rules=rules, in_splits=in_splits)
         else:
-            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "most_alone": self.most_alone}
+            splits = {"max_splits": self.max_splits, "num_programs": self.num_programs, "max_alone": self.max_alone}
             kernels.attend_splits(q, pool, self.rows, self.num_done, **splits, scale=shape.scale, out=out, rules=rules)
 
 
@@ -140,7 +140,7 @@ class TritonAttention(PagedAttention):
         group = head_group(layers.shape.num_heads, layers.pool[0])
         tiles = tiles_of(query_lengths, group.tokens)
         lengths = tiles[:, 1] + (kv_lengths - query_lengths)[tiles[:, 0]] + group.tokens
-        num_long = int((lengths > MOST_POSITIONS).sum())
+        num_long = int((lengths > MAX_SHORT_LENGTH).sum())
         tiles = uploaded(tiles[np.argsort(-lengths, kind="stable")], layers.device)
         longest, is_decode = int(kv_lengths.max()), int(query_lengths.max()) == 1
         self._prepared = _step_of(
@@ -160,7 +160,7 @@ class TritonAttention(PagedAttention):
 
     def warm_up(self) -> None:
         """Compile the kernels of steps without a CUDA graph: prefill chunks and decode rows."""
-        for count, num_cached in ((1, 0), (2, 0), (2, MOST_POSITIONS)):
+        for count, num_cached in ((1, 0), (2, 0), (2, MAX_SHORT_LENGTH)):
             run_once(self, self._layers, 1, count, num_cached)
 
 
@@ -178,8 +178,8 @@ def _step_of(
     num_rows, max_splits = len(rows.query_starts) - 1, max_splits_of(layers, longest)
     num_done = torch.zeros(num_rows * layers.shape.num_heads, dtype=torch.int32, device=layers.device)
     num_programs = choose_num_programs(layers, num_rows, max_splits) if is_decode else 1
-    most_alone = choose_most_alone(layers, num_rows)
-    return _TritonStep(layers, slots, rows, tiles, num_long, num_done, max_splits, num_programs, most_alone)
+    max_alone = choose_max_alone(layers, num_rows)
+    return _TritonStep(layers, slots, rows, tiles, num_long, num_done, max_splits, num_programs, max_alone)
 
 
 def build(shape: AttentionShape, kv_pool: Tensor) -> TritonAttention | AdaptiveLatentAttention:

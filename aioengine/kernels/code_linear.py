@@ -48,19 +48,19 @@ def prepare(
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
         return PreparedMatmul(matmul, matmul.restore, matmul.update, matmul.gated)
     if codes.packed.dtype == FP8:
-        return _wide(codes, bias, dtype)
+        return _prepare_fp8(codes, bias, dtype)
     if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None and codes.order is None:
         if int8_linear.multiplies_exactly():
             return int8_linear.prepare(codes, bias, activation_bits=16, is_shared=is_shared)
         if dtype == torch.bfloat16 and codes.shape[1] % 16 == 0:  # torch's kernel reads beyond the end of other rows
-            return _of_bytes(codes, bias)
+            return _prepare_int8(codes, bias)
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits == 4 and size is not None and codes.shape[0] % CPU_OUTPUTS == 0 and codes.table is None:
-        return _of_nibbles(codes, bias, size)
-    return _dequantizing(codes, bias, dtype)
+        return _prepare_int4(codes, bias, size)
+    return _prepare_dequantizing(codes, bias, dtype)
 
 
-def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatmul[Codes]:
+def _prepare_fp8(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatmul[Codes]:
     """Convert an fp8 weight [O, I] to the dtype of the inputs once. bias: [O]. ``linear`` chooses the row counts."""
     weight = linear.pack(codes.dequantized(dtype), has_bias=bias is not None)
     sizes = codes._replace(packed=codes.packed.to("meta"))  # without the fp8 weight, whose memory is freed
@@ -72,7 +72,7 @@ def _wide(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatm
     return PreparedMatmul(linear.prepare(weight, bias), restore)
 
 
-def _of_bytes(codes: Codes, bias: Tensor | None) -> PreparedMatmul[Codes]:
+def _prepare_int8(codes: Codes, bias: Tensor | None) -> PreparedMatmul[Codes]:
     """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O].
 
     A row has the same bits for any number of rows.
@@ -87,7 +87,7 @@ def _of_bytes(codes: Codes, bias: Tensor | None) -> PreparedMatmul[Codes]:
     return PreparedMatmul(matmul, lambda: codes)
 
 
-def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> PreparedMatmul[Codes]:
+def _prepare_int4(codes: Codes, bias: Tensor | None, size: int) -> PreparedMatmul[Codes]:
     """Use torch's kernel for 4 bits in groups of ``size`` inputs, on a CPU. bias: [O].
 
     A row has the same bits for any number of rows.
@@ -117,7 +117,7 @@ def _of_nibbles(codes: Codes, bias: Tensor | None, size: int) -> PreparedMatmul[
     return PreparedMatmul(matmul, restore)
 
 
-def _dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatmul[Codes]:
+def _prepare_dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> PreparedMatmul[Codes]:
     """Dequantize the weight [O, I] in each call, on a CPU. bias: [O]. dtype: of the inputs.
 
     Rows are padded or split to row counts that give the same bits (``linear.independent_rows``).

@@ -51,10 +51,10 @@ with signed ones, and it would round the large sums of unsigned ones.
 """
 
 
-def _rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return x [T, I] as integers up to ``most`` [T, I] fp32, and the scale of each token [T, 1] fp32."""
+def _rounded(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Return x [T, I] as integers up to ``largest`` [T, I] fp32, and the scale of each token [T, 1] fp32."""
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
-    scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(most)
+    scales = wide.abs().amax(-1, keepdim=True).clamp_min_(MIN_LARGEST).div_(largest)
     return (wide / scales).round_(), scales
 
 
@@ -116,11 +116,11 @@ def prepare(
 
 def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
     """Return the row counts for a weight. num_parts: rows of integers for each row."""
-    most, least = max(ALWAYS_USED_ROWS, MAX_SUMS // num_outputs), 0
+    max_count, min_integer_rows = max(ALWAYS_USED_ROWS, MAX_SUMS // num_outputs), 0
     if linear.has_matrix_unit():
-        least = max(2, SLOW_SUMS // num_outputs + 1)
-    counts = tuple(count for count in ROW_COUNTS if count <= most)
-    return tuple(count for count in counts if num_parts * count >= least) or counts
+        min_integer_rows = max(2, SLOW_SUMS // num_outputs + 1)
+    counts = tuple(count for count in ROW_COUNTS if count <= max_count)
+    return tuple(count for count in counts if num_parts * count >= min_integer_rows) or counts
 
 
 @lru_cache(maxsize=1)

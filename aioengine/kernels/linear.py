@@ -146,7 +146,7 @@ TILE_ROWS = 16
 """Rows that a matrix unit for bf16 multiplies in the time of one."""
 COMMON_ROWS = 8
 """Only row counts that give the same bits as this one are used."""
-LEAST_COUNT = 16
+MIN_LARGEST_COUNT = 16
 """If the largest usable row count is smaller, another dtype is tried."""
 MAX_TRIED_ELEMENTS = 2 << 20
 """Maximum size of a result of more than ``MAX_PLAIN_ROWS`` rows in the trials, to limit time and memory."""
@@ -164,7 +164,7 @@ def choose_packing(
     """
     for tried in dict.fromkeys((dtype, torch.float32)):
         counts = _agreeing_counts(out_features, in_features, tried, has_bias=has_bias)
-        if counts and counts[-1] >= LEAST_COUNT:
+        if counts and counts[-1] >= MIN_LARGEST_COUNT:
             return Packing(counts, tried)
     return Packing((1,), torch.float32)
 
@@ -174,9 +174,9 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     slow: Sequence[int] = ()
     if dtype == torch.bfloat16 and not transposes(dtype) and 2 * out_features * in_features > CACHED_BYTES:
         slow = slow_counts(torch.get_num_threads())
-    most = max(MAX_PLAIN_ROWS, MAX_TRIED_ELEMENTS // out_features)
+    max_count = max(MAX_PLAIN_ROWS, MAX_TRIED_ELEMENTS // out_features)
     step = TILE_ROWS if transposes(dtype) else 1
-    counts = [n for n in TILED_COUNTS if n not in slow and n <= most and (n < step or n % step == 0)]
+    counts = [n for n in TILED_COUNTS if n not in slow and n <= max_count and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
     matmul = (_transposed if transposes(dtype) else _packed)(trial.weight, trial.bias if has_bias else None)
 
@@ -378,7 +378,7 @@ class DeviceMatmul:
         self._has_16_bits = weight.dtype != torch.float32
         num_tiles = skinny_linear.num_tiles(weight.shape[0])
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=weight.device)
-        self._by_library = _by_library(weight, bias)
+        self._library_matmul = _library_matmul(weight, bias)
         self._kernels = skinny_linear
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ class DeviceMatmul:
             programs = self._kernels.shape_of_programs(*self.weight.shape, num_rows) if self._has_16_bits else None
             if programs is not None:
                 return self._kernels.matmul(x, self.weight, self.bias, programs=programs, num_done=self._num_done)
-        return self._by_library(x)
+        return self._library_matmul(x)
 
 
 def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) -> Matmul:
@@ -408,7 +408,7 @@ ZERO_BIAS_ROWS = {8192: {*range(1, 128)}, 7168: {*range(96, 225)} - {128}}
 """Minimum inputs -> row counts with which a matmul is faster if its bias is zeros. 128 rows are one tile."""
 
 
-def _by_library(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _library_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return torch's matmul for weight [O, I] and bias [O], with a bias of zeros if that is faster.
 
     With a bias torch calls a library that splits long inputs better. On one of two H200s this saves 1 to 6 of about
@@ -427,16 +427,16 @@ UNSPLIT_ROWS = 32
 
 def in_pieces(matmul: Matmul, counts: tuple[int, ...]) -> Matmul:
     """Wrap ``matmul`` so that it only sees the row counts in ``counts`` (ascending): pads or splits the rows."""
-    most, sizes = counts[-1], _first_pieces(counts)
+    max_count, sizes = counts[-1], _first_pieces(counts)
 
     def matmul_in_pieces(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
         num_rows = x.shape[0]
-        if num_rows <= most and (size := sizes[num_rows]) >= num_rows:
+        if num_rows <= max_count and (size := sizes[num_rows]) >= num_rows:
             return _padded(matmul, x, size)
         pieces: list[Tensor] = []
         while num_rows := x.shape[0]:
-            size = sizes[min(num_rows, most)]
+            size = sizes[min(num_rows, max_count)]
             pieces.append(_padded(matmul, x[:size], size))
             x = x[size:]
         return _joined(pieces)

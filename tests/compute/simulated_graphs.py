@@ -35,7 +35,7 @@ class FixedRows(TorchAttention):
 
     def __init__(self, shape: AttentionShape, kv_pool: Tensor, num_rows: int, buffers: DecodeBuffers) -> None:
         super().__init__(shape, kv_pool)
-        self.most_tokens = buffers.most_tokens
+        self.max_row_tokens = buffers.max_row_tokens
         self._num_rows = num_rows
         self._buffers = buffers
         self._tables = np.arange(num_rows + 1, dtype=np.int32)

@@ -66,7 +66,7 @@ BLOCK = 64
 """Positions of a block."""
 LARGE = 128
 """Query rows and block of a tile in 16 bits on Hopper and newer, which have enough shared memory and registers."""
-MOST_POSITIONS = EVEN_SPLITS.value * LARGE
+MAX_SHORT_LENGTH = EVEN_SPLITS.value * LARGE
 """Positions of a row whose splits have one block of ``LARGE`` positions."""
 ONES = tl.constexpr(8)
 """Columns of a matrix of ones, by which weights are multiplied to add them: the minimum for tensor cores."""
@@ -332,18 +332,18 @@ def _attend_kernel(
 
 
 @kernel(
-    do_not_specialize=["max_splits", "num_programs", "most_alone"],
+    do_not_specialize=["max_splits", "num_programs", "max_alone"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids", "num_done"],
 )
 def _splits_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
-    page_ids: tl.tensor, num_done: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
+    page_ids: tl.tensor, num_done: tl.tensor, split_sums: tl.tensor, split_stats: tl.tensor, out: tl.tensor,
     sinks: tl.tensor, scales: tl.tensor, scale: tl.tensor, max_splits: tl.tensor, num_programs: tl.tensor,
-    most_alone: tl.tensor,
+    max_alone: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute every ``num_programs``-th split of a tile. The program that finishes last merges all splits. The first
-    program alone computes a row of up to ``most_alone`` positions.
+    program alone computes a row of up to ``max_alone`` positions.
     """
     start_next_and_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -357,7 +357,7 @@ def _splits_kernel(
     page_ids += first_page
     first_index = split_of(first_seen, SIZES.split) if SIZES.window else tl.full((), 0, tl.int32)
     index, end_index = first_index + tl.program_id(2), split_of(length - 1, SIZES.split) + 1
-    if length <= most_alone:
+    if length <= max_alone:
         if tl.program_id(2) == 0:
             whole = _attend_positions(inputs, page_ids, 0, length, last, first_seen, None, SIZES)
             targets = row * SIZES.num_heads + heads
@@ -368,7 +368,7 @@ def _splits_kernel(
             start, end = split_start(index, SIZES.split), tl.minimum(split_start(index + 1, SIZES.split), length)
             state = _attend_positions(inputs, page_ids, start, end, last, first_seen, None, SIZES)
             targets = (row * max_splits + index) * SIZES.num_heads + heads
-            store_split(split_sums, split_marks, targets, state, is_member, SIZES.value_size)
+            store_split(split_sums, split_stats, targets, state, is_member, SIZES.value_size)
             index += num_programs
         done = num_done + row * tl.num_programs(1) + tl.program_id(1)
         if is_last(done, num_used):
@@ -376,7 +376,7 @@ def _splits_kernel(
             whole = nothing_attended(SIZES.rows, SIZES.columns)
             for other in tl.range(first_index, end_index, loop_unroll_factor=4):
                 sources = (row * max_splits + other) * SIZES.num_heads + heads
-                whole = with_split(whole, split_sums, split_marks, sources, is_member, SIZES.value_size)
+                whole = with_split(whole, split_sums, split_stats, sources, is_member, SIZES.value_size)
             targets = row * SIZES.num_heads + heads
             store_attended(out, targets, is_member, whole, sinks, heads, scales, SIZES.value_size)
 
@@ -497,7 +497,7 @@ def attend_splits(
     *,
     max_splits: int,
     num_programs: int,
-    most_alone: int = 0,
+    max_alone: int = 0,
     scale: float,
     out: Tensor,
     rules: ScoreRules = NO_RULES,
@@ -507,7 +507,7 @@ def attend_splits(
     Args:
         num_done: [R * H] int32 counters, which are zeros before and after.
         max_splits: of the longest row.
-        num_programs: per row and tile. most_alone: one program computes rows of up to this length. Not in latent
+        num_programs: per row and tile. max_alone: one program computes rows of up to this length. Not in latent
             attention.
     """
     num_rows, num_heads, value_size = out.shape
@@ -516,7 +516,7 @@ def attend_splits(
     group = head_group(num_heads, pool)
     sizes = _sizes(q, pool, group.heads, group.decode_tile, rules)
     tensors = (q, *pool, rows.page_starts, rows.last_lengths, rows.page_ids, num_done, sums, stats, out, rules.sinks)
-    numbers = rules.scales, rules.factor(scale), max_splits, num_programs, most_alone
+    numbers = rules.scales, rules.factor(scale), max_splits, num_programs, max_alone
     grid = num_rows, -(-num_heads // group.heads), num_programs
     key = (*dtypes(q, pool[0]), sizes, rules.tensors_key, *alignments(q, *pool, sums, stats, out))
     _splits_kernel(grid, key, (*tensors, *numbers, sizes), group.decode_tile.launch_options)

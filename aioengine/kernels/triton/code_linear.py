@@ -25,13 +25,13 @@ from aioengine.kernels.triton import code_vector, skinny_linear
 from aioengine.kernels.triton.dependent import start_next_and_wait, wait_and_start_next
 from aioengine.kernels.triton.device_codes import DeviceCodes, joined, narrowed, scaled, weights_of
 from aioengine.kernels.triton.launcher import PROCESSORS, alignments, dtypes, kernel, next_power_of_2, options
-from aioengine.kernels.triton.skinny_linear import LEAST_ROWS, MANY_OUTPUTS, with_other_splits
+from aioengine.kernels.triton.skinny_linear import MANY_OUTPUTS, MIN_ROWS, with_other_splits
 
 MAX_CODE_ROWS = 256
 """With more rows, it is faster to dequantize the weight first; see ``max_rows``."""
 SMALL_ROWS = 64
 """Up to this number of rows, programs are smaller."""
-LEAST_OUTPUTS = 64
+MIN_OUTPUTS = 64
 """Minimum outputs of a program."""
 MANY_INPUTS = 8192
 """With more inputs and few rows, they are split more often."""
@@ -174,7 +174,7 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
         tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
         if size > MANY_INPUTS and num_rows <= SMALL_ROWS // 2 and not is_large:
             tile = tile._replace(programs=2 * tile.programs)
-    rows = min(max(next_power_of_2(num_rows), LEAST_ROWS), tile.rows)
+    rows = min(max(next_power_of_2(num_rows), MIN_ROWS), tile.rows)
     tiles, splits = -(-num_outputs // tile.outputs) * -(-num_rows // rows), 1
     while tiles * splits < tile.programs and size >= 2 * splits * tile.inputs and size % (2 * splits * PIECES[0]) == 0:
         splits *= 2
@@ -191,7 +191,7 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
 
 def num_tiles(num_outputs: int) -> int:
     """Return the maximum number of output tiles. Each needs a counter."""
-    return -(-num_outputs // LEAST_OUTPUTS) * -(-MAX_CODE_ROWS // SMALL_ROWS)
+    return -(-num_outputs // MIN_OUTPUTS) * -(-MAX_CODE_ROWS // SMALL_ROWS)
 
 
 def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor) -> Tensor:

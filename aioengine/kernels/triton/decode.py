@@ -7,7 +7,8 @@ the splits of a row.
 Sums: blocks of positions are added to a running softmax from first to last, and splits are merged in order. So the
 result is the same in every run, but it depends on the splits, which depend on the other rows.
 
-A row may also be several tokens of a request (``DecodeRows.most_tokens``): then they read its keys and values together.
+A row may also be several tokens of a request (``DecodeRows.max_row_tokens``): then they read its keys and values
+together.
 
 R rows, T tokens, H query heads, K kv heads, G query heads of a kv head, E head size, N pages, S page size, X entries
 for splits.
@@ -37,9 +38,9 @@ from aioengine.kernels.triton.scores import (
     with_split,
 )
 
-LEAST_QUERIES = 16
+MIN_QUERIES = 16
 """Query heads in the smallest tensor core matmul. Fewer query heads per kv head are padded."""
-MOST_QUERIES = 32
+MAX_QUERIES = 32
 """Maximum query heads of all tokens of a row, for one kv head."""
 STAGES = tl.constexpr(2)
 """Blocks of positions in flight."""
@@ -53,11 +54,12 @@ class DecodeRows(NamedTuple):
     Attributes:
         page_starts: [R + 1] start of each row in ``page_ids``.
         page_ids: the concatenated page tables.
-        splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16. With ``most_tokens``
-            above 1 it is [7, X], with the first token and the number of tokens of the row of each split.
+        splits: [5, X], the result of ``attention._gpu_splits.plan_splits``. X is a multiple of 16. With
+            ``max_row_tokens`` above 1 it is [7, X], with the first token and the number of tokens of the row of each
+            split.
         num_done: [R * K] counters of the kernel: zeros, which are zeros again after it.
         last_lengths: number of positions of each token on the last page of its row; None: splits end with the row.
-        most_tokens: maximum tokens of a row.
+        max_row_tokens: maximum tokens of a row.
     """
 
     page_starts: Tensor
@@ -65,7 +67,7 @@ class DecodeRows(NamedTuple):
     splits: Tensor
     num_done: Tensor
     last_lengths: Tensor | None = None
-    most_tokens: int = 1
+    max_row_tokens: int = 1
 
 
 class _Sizes(NamedTuple):
@@ -94,7 +96,7 @@ class _Sizes(NamedTuple):
 @triton.jit
 def _finish(
     state: tl.tuple, out: tl.tensor, out_heads: tl.tensor, is_member: tl.tensor, other: tl.tensor,
-    other_weights: tl.tensor, sinks: tl.tensor, heads: tl.tensor, scales: tl.tensor,
+    other_log_sums: tl.tensor, sinks: tl.tensor, heads: tl.tensor, scales: tl.tensor,
 ) -> None:  # fmt: skip
     """Store the attention result, after merging it with ``other`` and with the sinks if there are any."""
     if sinks is not None:
@@ -104,9 +106,9 @@ def _finish(
         sums *= tl.load(scales + 1)
     targets = out_heads[:, None] * sums.shape[1] + tl.arange(0, sums.shape[1])[None, :]
     if other is not None:
-        weight = tl.load(other_weights + out_heads, mask=is_member, other=MASKED)
-        higher = tl.maximum(highest, weight)
-        own, theirs = tl.exp2(highest - higher), tl.exp2(weight - higher)
+        other_log_sum = tl.load(other_log_sums + out_heads, mask=is_member, other=MASKED)
+        higher = tl.maximum(highest, other_log_sum)
+        own, theirs = tl.exp2(highest - higher), tl.exp2(other_log_sum - higher)
         total = total * own + theirs
         added = tl.load(other + targets, mask=is_member[:, None], other=0.0).to(tl.float32)
         sums = sums * own[:, None] + added * theirs[:, None]
@@ -116,7 +118,7 @@ def _finish(
 @triton.jit
 def _attend_split(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, pages: tl.tensor, span: tl.tuple, row_tokens: tl.tuple,
-    split_sums: tl.tensor, split_marks: tl.tensor, done: tl.tensor, target: tl.tuple, scale: tl.tensor,
+    split_sums: tl.tensor, split_stats: tl.tensor, done: tl.tensor, target: tl.tuple, scale: tl.tensor,
     SIZES: tl.constexpr, SEVERAL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a split for one kv head. The program that finishes the last split of a row merges them.
@@ -125,13 +127,13 @@ def _attend_split(
         span: begin and end of the split, number of splits of its row, index of the first of these.
         row_tokens: index of the first token of the row, number of tokens, number of positions before the last page, and
             pointer to the number on the last page of the first token.
-        split_sums, split_marks: see ``store_split``. done: counter of the row and kv head.
-        target: out, other, other_weights, sinks and scales of ``_finish``.
+        split_sums, split_stats: see ``store_split``. done: counter of the row and kv head.
+        target: out, other, other_log_sums, sinks and scales of ``_finish``.
         SEVERAL: the row has several tokens.
     """
     begin, end, count, first_split = span
     first_token, num_tokens, full, last_lengths = row_tokens
-    out, other, other_weights, sinks, scales = target
+    out, other, other_log_sums, sinks, scales = target
     QUERIES: tl.constexpr = SIZES.more_queries if SEVERAL else SIZES.queries
     HEAD_SIZE: tl.constexpr = SIZES.head_size
     GROUP: tl.constexpr = SIZES.num_heads // SIZES.num_kv_heads
@@ -170,18 +172,18 @@ def _attend_split(
         block_values = tl.load(values + offsets, mask=is_there[:, None], other=0.0).to(queries.dtype)
         sums = tl.dot(weights.to(queries.dtype), block_values, sums * shrink[:, None])
     state, token_heads = (highest, total, sums), tokens * SIZES.num_heads + heads
-    finished = out, first_token * SIZES.num_heads + token_heads, is_member, other, other_weights, sinks, heads, scales
+    finished = out, first_token * SIZES.num_heads + token_heads, is_member, other, other_log_sums, sinks, heads, scales
     if count == 1:
         _finish(state, *finished)
     else:
         split_heads = tl.program_id(1) * ALL_HEADS + token_heads
-        store_split(split_sums, split_marks, split_heads, state, is_member, HEAD_SIZE)
+        store_split(split_sums, split_stats, split_heads, state, is_member, HEAD_SIZE)
         if is_last(done, count):
             sources = first_split * ALL_HEADS + token_heads
             whole = nothing_attended(QUERIES, HEAD_SIZE)
             for index in tl.range(0, count, loop_unroll_factor=4):
                 source = sources + index * ALL_HEADS
-                whole = with_split(whole, split_sums, split_marks, source, is_member, HEAD_SIZE)
+                whole = with_split(whole, split_sums, split_stats, source, is_member, HEAD_SIZE)
             _finish(whole, *finished)
             tl.store(done, 0)
 
@@ -189,8 +191,8 @@ def _attend_split(
 @kernel(do_not_specialize_on_alignment=["page_starts", "page_ids", "splits", "num_done", "last_lengths"])
 def _decode_kernel(
     q: tl.tensor, keys: tl.tensor, values: tl.tensor, page_starts: tl.tensor, page_ids: tl.tensor, splits: tl.tensor,
-    num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_marks: tl.tensor, out: tl.tensor,
-    other: tl.tensor, other_weights: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
+    num_done: tl.tensor, last_lengths: tl.tensor, split_sums: tl.tensor, split_stats: tl.tensor, out: tl.tensor,
+    other: tl.tensor, other_log_sums: tl.tensor, sinks: tl.tensor, scales: tl.tensor, max_splits: tl.tensor,
     scale: tl.tensor,
     SIZES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -213,8 +215,8 @@ def _decode_kernel(
             wait()  # see ``wait_between_products``; here the next kernel starts at the end
         span, row_tokens = (begin, end, count, first_split), (first_token, num_tokens, full, last_lengths)
         done = num_done + row * SIZES.num_kv_heads + tl.program_id(0)
-        target = out, other, other_weights, sinks, scales
-        tensors = q, keys, values, page_ids + first_page, span, row_tokens, split_sums, split_marks, done, target, scale
+        target = out, other, other_log_sums, sinks, scales
+        tensors = q, keys, values, page_ids + first_page, span, row_tokens, split_sums, split_stats, done, target, scale
         for SEVERAL in tl.static_range(2 if SIZES.tokens > 1 else 1):
             if (num_tokens > 1) == SEVERAL:
                 _attend_split(*tensors, SIZES, SEVERAL)
@@ -232,7 +234,7 @@ def decode(
 ) -> None:
     """Attend with q [T, H, E] (contiguous heads) to keys and values [N, K, S, E] into ``out`` [T, H, E].
 
-    Each row has one token if ``rows.most_tokens`` is 1.
+    Each row has one token if ``rows.max_row_tokens`` is 1.
 
     other: the attention result over further positions, contiguous [T, H, E], and log2 of its sum of exponentials,
     [T, H] fp32. It is merged into the result. A row without such positions has finite numbers and a low logarithm.
@@ -241,9 +243,9 @@ def decode(
     num_heads, head_size = q.shape[1:]
     _, num_kv_heads, page_size, _ = pool[0].shape
     max_splits = rows.splits.shape[1]
-    num_tokens = rows.most_tokens
+    num_tokens = rows.max_row_tokens
     sums = torch.empty(max_splits, num_tokens * num_heads, head_size, dtype=torch.float32, device=q.device)
-    marks = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
+    stats = torch.empty(max_splits, num_tokens * num_heads, 2, dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
     sizes = _Sizes(
         token_stride=q.stride(0),
@@ -254,11 +256,11 @@ def decode(
         block=128 if head_size <= 128 else 64,
         cap=rules.cap,
         tokens=num_tokens,
-        queries=max(next_power_of_2(group), LEAST_QUERIES),
-        more_queries=max(next_power_of_2(num_tokens * group), LEAST_QUERIES),
+        queries=max(next_power_of_2(group), MIN_QUERIES),
+        more_queries=max(next_power_of_2(num_tokens * group), MIN_QUERIES),
     )
-    tensors = (q, *pool, *rows[:5], sums, marks, out)
-    alignment = alignments(q, *pool, sums, marks, out, *(other or ()))
+    tensors = (q, *pool, *rows[:5], sums, stats, out)
+    alignment = alignments(q, *pool, sums, stats, out, *(other or ()))
     key = (*dtypes(q, pool[0]), sizes, rows.last_lengths is None, rules.tensors_key, *alignment)
     arguments = (*tensors, *(other or (None, None)), rules.sinks, rules.scales, max_splits, rules.factor(scale), sizes)
     _decode_kernel((num_kv_heads, max_splits, 1), key, arguments, options(4))

@@ -69,7 +69,7 @@ def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BL
 )
 def _parts_kernel(
     latent: tl.tensor, rotated: tl.tensor, keys: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
-    page_ids: tl.tensor, part_sums: tl.tensor, part_marks: tl.tensor, out: tl.tensor, scale: tl.tensor,
+    page_ids: tl.tensor, part_sums: tl.tensor, part_stats: tl.tensor, out: tl.tensor, scale: tl.tensor,
     few_parts: tl.tensor, most_parts: tl.tensor,
     LATENT_ROW: tl.constexpr, LATENT_HEAD: tl.constexpr, ROTATED_ROW: tl.constexpr, ROTATED_HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
@@ -112,12 +112,12 @@ def _parts_kernel(
         store_attended(out, row * NUM_HEADS + heads, is_head, (highest, total, sums), None, heads, None, VALUE_SIZE)
     else:
         targets = (row * most_parts + part) * NUM_HEADS + heads
-        store_split(part_sums, part_marks, targets, (highest, total, sums), is_head, VALUE_SIZE)
+        store_split(part_sums, part_stats, targets, (highest, total, sums), is_head, VALUE_SIZE)
 
 
 @kernel(do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _merge_kernel(
-    part_sums: tl.tensor, part_marks: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
+    part_sums: tl.tensor, part_stats: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
     few_parts: tl.tensor, most_parts: tl.tensor,
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -136,8 +136,8 @@ def _merge_kernel(
     is_column = columns < VALUE_SIZE
     pointers = part_sums + (sources * VALUE_SIZE)[:, None] + columns[None, :]
     sums = tl.load(pointers, mask=is_part[:, None] & is_column[None, :], other=0.0)
-    highest = tl.load(part_marks + 2 * sources, mask=is_part, other=MASKED)
-    total = tl.load(part_marks + 2 * sources + 1, mask=is_part, other=0.0)
+    highest = tl.load(part_stats + 2 * sources, mask=is_part, other=MASKED)
+    total = tl.load(part_stats + 2 * sources + 1, mask=is_part, other=0.0)
     weights = tl.exp2(highest - tl.max(highest, 0))
     merged = tl.sum(sums * weights[:, None], 0) / tl.sum(total * weights, 0)
     tl.store(out + (row * NUM_HEADS + head) * VALUE_SIZE + columns, merged.to(out.dtype.element_ty), mask=is_column)

@@ -241,7 +241,7 @@ def serves(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
 
 
 def attend(q: Tensor, pool: Pool, rows: PagedRows, tiles: Tensor, *, scale: float, out: Tensor) -> None:
-    """Compute ``attention.attend`` for q [T, H, E], and tiles of tokens of up to ``MOST_POSITIONS`` positions: with
+    """Compute ``attention.attend`` for q [T, H, E], and tiles of tokens of up to ``MAX_SHORT_LENGTH`` positions: with
     splits of more than one block, registers would not suffice.
     """
     num_heads, (num_pages, num_kv_heads, page_size, head_size) = q.shape[1], pool[0].shape

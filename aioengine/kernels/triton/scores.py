@@ -111,30 +111,30 @@ def merged(state: tl.tuple, split: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def store_split(
-    split_sums: tl.tensor, split_marks: tl.tensor, targets: tl.tensor, state: tl.tuple, is_head: tl.tensor,
+    split_sums: tl.tensor, split_stats: tl.tensor, targets: tl.tensor, state: tl.tuple, is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the state of a split of a row: the weighted values in ``split_sums``, the highest score and the sum of
-    weights in ``split_marks``. targets: [G] indices of (row, split, head).
+    weights in ``split_stats``. targets: [G] indices of (row, split, head).
     """
     highest, total, sums = state
     columns = tl.arange(0, sums.shape[1])[None, :]
     inside = is_head[:, None] & (columns < VALUE_SIZE)
     tl.store(split_sums + targets[:, None] * VALUE_SIZE + columns, sums, mask=inside)
-    tl.store(split_marks + 2 * targets, highest, mask=is_head)
-    tl.store(split_marks + 2 * targets + 1, total, mask=is_head)
+    tl.store(split_stats + 2 * targets, highest, mask=is_head)
+    tl.store(split_stats + 2 * targets + 1, total, mask=is_head)
 
 
 @triton.jit
 def with_split(
-    state: tl.tuple, split_sums: tl.tensor, split_marks: tl.tensor, sources: tl.tensor, is_head: tl.tensor,
+    state: tl.tuple, split_sums: tl.tensor, split_stats: tl.tensor, sources: tl.tensor, is_head: tl.tensor,
     VALUE_SIZE: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Merge the stored split of each head into the state of the previous splits. Other programs have stored it (see
     ``is_last``). sources: [G], see ``store_split``.
     """
-    highest = tl.load(split_marks + 2 * sources, mask=is_head, other=0.0, cache_modifier=".cg")
-    total = tl.load(split_marks + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=".cg")
+    highest = tl.load(split_stats + 2 * sources, mask=is_head, other=0.0, cache_modifier=".cg")
+    total = tl.load(split_stats + 2 * sources + 1, mask=is_head, other=1.0, cache_modifier=".cg")
     columns = tl.arange(0, state[2].shape[1])[None, :]
     pointers = split_sums + sources[:, None] * VALUE_SIZE + columns
     sums = tl.load(pointers, mask=is_head[:, None] & (columns < VALUE_SIZE), other=0.0, cache_modifier=".cg")
@@ -176,17 +176,17 @@ MERGED_ROWS = tl.constexpr(16)
 
 @kernel(do_not_specialize=["num_rows"])
 def _merge_results_kernel(
-    out: tl.tensor, weights: tl.tensor, other: tl.tensor, other_weights: tl.tensor, num_rows: tl.tensor,
+    out: tl.tensor, log_sums: tl.tensor, other: tl.tensor, other_log_sums: tl.tensor, num_rows: tl.tensor,
     NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Merge ``other`` into the result of each head. SINKS: ``other_weights`` are sinks, whose values are 0."""
+    """Merge ``other`` into the result of each head. SINKS: ``other_log_sums`` are sinks, whose values are 0."""
     rows = tl.program_id(0).to(tl.int64) * MERGED_ROWS + tl.arange(0, MERGED_ROWS)
     is_there = rows < num_rows
     if SINKS:
-        other_weight = tl.load(other_weights + rows % NUM_HEADS, mask=is_there, other=0.0).to(tl.float32) * LOG2_E
+        other_log_sum = tl.load(other_log_sums + rows % NUM_HEADS, mask=is_there, other=0.0).to(tl.float32) * LOG2_E
     else:
-        other_weight = tl.load(other_weights + rows, mask=is_there, other=0.0)
-    share = 1.0 / (1.0 + tl.exp2(other_weight - tl.load(weights + rows, mask=is_there, other=0.0)))
+        other_log_sum = tl.load(other_log_sums + rows, mask=is_there, other=0.0)
+    share = 1.0 / (1.0 + tl.exp2(other_log_sum - tl.load(log_sums + rows, mask=is_there, other=0.0)))
     columns = tl.arange(0, COLUMNS)[None, :]
     targets = rows[:, None] * HEAD_SIZE + columns
     inside = is_there[:, None] & (columns < HEAD_SIZE)
@@ -199,26 +199,26 @@ def _merge_results_kernel(
     tl.store(out + targets, result.to(own.dtype), mask=inside)
 
 
-def merge(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor) -> None:
+def merge(out: Tensor, log_sums: Tensor, other: Tensor, other_log_sums: Tensor) -> None:
     """Merge ``other`` into ``out``, contiguous [T, H, E] each: results of attention over different positions.
 
-    weights, other_weights: [T, H] fp32, log2 of the sum of exponentials.
+    log_sums, other_log_sums: [T, H] fp32, log2 of the sum of exponentials.
     """
-    _launch(out, weights, other, other_weights, has_sinks=False)
+    _launch(out, log_sums, other, other_log_sums, has_sinks=False)
 
 
-def add_sinks(out: Tensor, weights: Tensor, sinks: Tensor) -> None:
+def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
     """Apply the learned sinks [H] to the attention result ``out``, contiguous [T, H, E].
 
-    weights: [T, H] fp32, log2 of the sum of exponentials.
+    log_sums: [T, H] fp32, log2 of the sum of exponentials.
     """
-    _launch(out, weights, out, sinks, has_sinks=True)
+    _launch(out, log_sums, out, sinks, has_sinks=True)
 
 
-def _launch(out: Tensor, weights: Tensor, other: Tensor, other_weights: Tensor, *, has_sinks: bool) -> None:
-    """Merge into out [T, H, E] and weights [T, H]: see ``_merge_results_kernel``."""
-    num_rows, (num_heads, head_size) = weights.numel(), out.shape[1:]
-    tensors = out, weights, other, other_weights
+def _launch(out: Tensor, log_sums: Tensor, other: Tensor, other_log_sums: Tensor, *, has_sinks: bool) -> None:
+    """Merge into out [T, H, E] and log_sums [T, H]: see ``_merge_results_kernel``."""
+    num_rows, (num_heads, head_size) = log_sums.numel(), out.shape[1:]
+    tensors = out, log_sums, other, other_log_sums
     sizes = num_heads, head_size, next_power_of_2(head_size), has_sinks
-    key, arguments = (*dtypes(out, other_weights), sizes, *alignments(*tensors)), (*tensors, num_rows, *sizes)
+    key, arguments = (*dtypes(out, other_log_sums), sizes, *alignments(*tensors)), (*tensors, num_rows, *sizes)
     _merge_results_kernel((-(-num_rows // MERGED_ROWS.value), 1, 1), key, arguments, {"num_warps": 4})

@@ -30,7 +30,7 @@ MANY_OUTPUTS = 16_384
 """The tiles of few rows keep all processors busy."""
 SKINNY_ROWS = 64
 """Maximum rows of the skinny kernel. With more rows, other kernels are faster."""
-LEAST_ROWS = 8
+MIN_ROWS = 8
 """Minimum rows of a tile: rows are the columns of the tensor core instruction."""
 HEAD_OUTPUTS = 65_536
 """Fewer than the tokens of most vocabularies."""
@@ -233,7 +233,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, *, programs: SkinnyPr
     """x [T, I], weight [O, I], bias [O] -> [T, O]. num_done: [num_tiles] int32 zeros, which are zeros again after."""
     outputs, block, splits, stages, num_warps, ahead = programs
     num_rows, num_outputs, size = x.shape[0], *weight.shape
-    rows = max(next_power_of_2(num_rows), LEAST_ROWS)
+    rows = max(next_power_of_2(num_rows), MIN_ROWS)
     tiles = -(-num_outputs // outputs)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     partials = (

@@ -336,7 +336,7 @@ class DecodeGraphs:
         with profiled("prepare"):
             slots = self._table.adapters.slots(tokens.row_indices)
             chosen = self._choose(len(tokens.positions), tokens.cascade, slots)
-            plan = self._inputs.fill(chosen.num_rows, rows, sampled, tokens, chosen.attention.most_tokens)
+            plan = self._inputs.fill(chosen.num_rows, rows, sampled, tokens, chosen.attention.max_row_tokens)
             chosen.attention.plan(*plan)
         if when_ready is not None:
             when_ready()

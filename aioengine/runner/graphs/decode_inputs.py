@@ -94,7 +94,7 @@ class DecodeInputs:
             page_ids=groups[0][1],
             max_pages=self._table.page_tables.tables.shape[2],
             are_bounds=self._table.has_upper_bounds,
-            most_tokens=1 + self._table.max_drafts,
+            max_row_tokens=1 + self._table.max_drafts,
         )
         if len(groups) == 1:
             return buffers
@@ -112,18 +112,18 @@ class DecodeInputs:
         return np.arange(size + 1, dtype=np.int32), np.ones(size, dtype=np.int32)
 
     def fill(
-        self, size: int, rows: StepRows, sampled: SampledRows, tokens: TokenRows, most_tokens: int
+        self, size: int, rows: StepRows, sampled: SampledRows, tokens: TokenRows, max_row_tokens: int
     ) -> tuple[Ints32, Ints32, Ints32 | None]:
         """Write a step to the host memory of a graph of ``size`` rows. Return the arguments of ``FixedDecode.plan``.
 
-        most_tokens: maximum tokens [T] of a row that share a page table, see ``FixedDecode``.
+        max_row_tokens: maximum tokens [T] of a row that share a page table, see ``FixedDecode``.
         """
         self._copied.synchronize()
         columns, starts, _ = views = _views(self._host_arrays, size)
         num_rows = len(tokens.positions)
         tables: Ints32 | None = None
-        if num_rows > len(rows.requests) and most_tokens > 1:
-            is_first = (tokens.positions - rows.starts[tokens.row_of_token]) % most_tokens == 0
+        if num_rows > len(rows.requests) and max_row_tokens > 1:
+            is_first = (tokens.positions - rows.starts[tokens.row_of_token]) % max_row_tokens == 0
             tables = np.append(np.flatnonzero(is_first), np.arange(num_rows, size + 1)).astype(np.int32)
         self._fill_tokens(columns[:, :num_rows], rows, sampled, tokens)
         if num_rows < size:

@@ -182,7 +182,7 @@ for most in (2, 3, 4):
     columns, buffers = memory.columns(SIZE), memory.buffers(SIZE)
     assert columns[2].tolist() == batch.slot_mapping.tolist()
     fixed = object.__new__(FixedDecodeRows)
-    fixed._layers, fixed.most_tokens = attention_layers(shape, pool), most
+    fixed._layers, fixed.max_row_tokens = attention_layers(shape, pool), most
     splits = torch.zeros(7, max_splits(SIZE, KV_HEADS), dtype=torch.int32)
     fixed._pinned_splits, fixed._copied, fixed._number = [splits.clone()], [copied], 0
     num_done = torch.zeros(SIZE * KV_HEADS, dtype=torch.int32)

@@ -88,7 +88,7 @@ for window, soft_cap, has_sinks in rules:
     for rows in ([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], [(40, 1), (0, 33), (280, 70)]):
         check(rows, HEADS, KV_HEADS, window=window, soft_cap=soft_cap, has_sinks=has_sinks)
 
-triton_attention.ENOUGH_PROGRAMS, triton_attention.MOST_ALONE = 4, 200  # one program computes a short row
+triton_attention.ENOUGH_PROGRAMS, triton_attention.MAX_ALONE = 4, 200  # one program computes a short row
 check([(0, 1), (15, 1), (300, 1), (127, 1), (900, 1)], HEADS, KV_HEADS)
 
 heads, angles = some_heads(5), torch.randn(5, 1, HEAD_SIZE // 2)
