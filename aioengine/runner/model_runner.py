@@ -152,8 +152,16 @@ class ModelRunner:
             draft_model = None if parts.draft is None else DraftModel(parts.draft, self._table, sampler)
             kind = ReceivedDrafts if parts.ranks is not None and parts.ranks.rank else Proposer
             self._proposer = kind(self._table, draft_model, with_grammars=settings.scheduler.depth == 0)
-            extras = self._logprobs, self._hidden_states, self._custom.errors
-            self._verifier = Verifier(self._table, sampler, pool, parts.ranks, self._compute_logits, *extras)
+            self._verifier = Verifier(
+                table=self._table,
+                sampler=sampler,
+                kv_pool=pool,
+                ranks=parts.ranks,
+                compute_logits=self._compute_logits,
+                logprobs=self._logprobs,
+                hidden_states=self._hidden_states,
+                errors=self._custom.errors,
+            )
 
     @torch.inference_mode()
     def capture_graphs(self, max_rows: int, report: Callable[[int, int], None]) -> None:
@@ -164,8 +172,14 @@ class ModelRunner:
         from aioengine.runner.graphs.decode_graphs import DecodeGraphs  # imports Triton
 
         assert isinstance(self._attention, CapturableAttention)
-        parts = self._model, self._attention, self._inputs
-        graphs = DecodeGraphs(*parts, vocab_size=self._vocab_size, max_rows=max_rows, ranks=self._ranks)
+        graphs = DecodeGraphs(
+            self._model,
+            self._attention,
+            self._inputs,
+            vocab_size=self._vocab_size,
+            max_rows=max_rows,
+            ranks=self._ranks,
+        )
         graphs.capture(report)
         self._graphs = graphs
         self._constrained.max_tokens = graphs.max_rows
