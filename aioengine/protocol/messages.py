@@ -540,7 +540,8 @@ class Ready(Struct, tag="ready", array_like=True, gc=False):
     """A child process is ready. fingerprint: of its protocol. facts: JSON text about its device and model.
 
     The facts of the scheduler have at least ``num_pages``, ``page_size``, ``max_total_tokens``, ``dtype``, ``device``,
-    ``attention_backend``, ``weights_bytes``, ``kv_pool_bytes`` and ``load_s``.
+    ``attention_backend``, ``weights_bytes`` (as loaded, before layers convert them), ``kv_pool_bytes`` and
+    ``load_s``.
     """
 
     role: Role
