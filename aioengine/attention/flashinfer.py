@@ -50,6 +50,7 @@ class FlashInferAttention:
         """kv_pool: [L, 2, N, K, S, E]."""
         self._layers = FlashInferLayers.of(shape, kv_pool)
         self._flashinfer_prefill = (ConvertedRows if self._layers.is_quantized else PrefillRows)(self._layers)
+        # Triton computes prefill rows until FlashInfer's kernels are compiled, see ``prepare``
         self._prefill: ConvertedRows | PrefillRows | TritonAttention = TritonAttention(self._layers)
         self._decode: DecodeRows | None = None
         self._slot_mapping = torch.empty(0, dtype=torch.int64, device=kv_pool.device)

@@ -216,6 +216,7 @@ class StoredFormat(CodesFormat):
         if zeros is not None:
             if self.scheme.group > 0 and inputs % self.scheme.group:
                 raise ValueError(f"{inputs} inputs with groups of {self.scheme.group} are not implemented")
+            # zeros of several outputs share a word, so fused layers are joined at words; AWQ packs all outputs in words
             sizes = layer.sizes if len(layer.sizes) > 1 or self.scheme.layout == "awq" else ()
             if self.scheme.has_zeros and any(size % per_word for size in sizes):
                 raise ValueError(f"{sizes} outputs are not implemented; multiples of {per_word} work")
