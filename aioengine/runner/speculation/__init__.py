@@ -27,7 +27,7 @@ describes how. These marks say what is unknown, and to whom:
   this may happen at all.
 - ``StepDrafts.on_device``: the host does not know the drafts. ``StepDrafts.accepts_on_device``: the device accepts
   them, so the host does not know how many are accepted until it reads the step.
-- ``RowTable.rejected``: on the device, the answer for the last step whose drafts it has accepted.
+- ``RowTable.rejected``: how many drafts of each row the device rejected, in the last step in which it accepted drafts.
 - ``Proposer._unrecorded``: the launched steps whose tokens and accepted drafts were not read. ``Proposer._in_flight``:
   the launched steps that the scheduler has not collected.
 - ``DraftedRequest.num_rejected``: the host knows the rejected drafts of a row, but the scheduler does not yet, so the
