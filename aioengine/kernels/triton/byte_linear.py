@@ -233,7 +233,7 @@ def shape_of_programs(num_outputs: int, size: int, group: int, rows: int) -> tup
     splits = 2 if num_outputs <= FEW_OUTPUTS and size % (2 * BLOCK) == 0 else 1
     if has_few_rows and group == size and not is_large and size % (2 * BLOCK * splits) == 0:
         return 2 * BLOCK, splits, 5
-    return BLOCK, splits, 5 if not is_large else 6 if rows == MAX_X_ROWS // 4 else 4
+    return BLOCK, splits, 5 if not is_large else 3 if has_few_rows else 4
 
 
 def serves(codes: DeviceCodes) -> bool:
@@ -245,7 +245,8 @@ def serves(codes: DeviceCodes) -> bool:
 def is_fast(codes: DeviceCodes, x: Tensor) -> bool:
     """Return whether ``matmul`` is faster than other products, and x [T, I] has no more bits than a pair."""
     if codes.numbers.dtype != FP8:
-        return x.dtype != torch.float32 and 1 < len(x) <= MAX_INT8_PAIRS
+        least = 1 if codes.group == codes.shape[1] else 2
+        return x.dtype != torch.float32 and least <= len(x) <= MAX_INT8_PAIRS
     return x.dtype == torch.bfloat16 and len(x) <= (MAX_FP8_ROWS if codes.shape[0] <= FEW_OUTPUTS else MAX_FP8_PAIRS)
 
 
