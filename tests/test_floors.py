@@ -57,7 +57,7 @@ FLOORS = {
         "asyncio",
     ),
     "3": Floor(
-        ("processes > media.service, scheduler.adapter_loading, child_process",),
+        ("processes > media.service, child_process",),
         "0 1 1' 2 2' 2g 2t",
         "torch zmq uvloop msgspec PIL numpy safetensors httpx",
     ),

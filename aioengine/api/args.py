@@ -382,7 +382,8 @@ _ROWS: Final = {
     "max_total_tokens": Argument(whole_from(1), "size of the KV pool in tokens", "as much as fits into memory"),
     "mem_fraction_static": Argument(
         number_from(0, 1, above=True),
-        "share of the memory for weights and KV pool",
+        "share of the memory for weights, steps and KV pool; on a CPU, share of the memory that is free after the "
+        "weights are loaded, for the KV pool",
         f"{resolve.GPU_MEMORY_FRACTION} on a GPU, {resolve.CPU_MEMORY_FRACTION} on a CPU",
     ),
     "disable_radix_cache": Argument(_negated, "no prefix cache", place="memory.prefix_cache"),
@@ -395,7 +396,8 @@ _ROWS: Final = {
     "chunked_prefill_size": Argument(
         _chunk_size,
         "maximum tokens per step; -1: prompts are never split",
-        f"{resolve.GPU_LIMITS[0]} on a GPU, {resolve.CPU_LIMITS[0]} on a CPU",
+        f"{resolve.GPU_LIMITS[0]} on a GPU (up to {resolve.MOST_EMBEDDER_TOKENS} for embedders and classifiers), "
+        f"{resolve.CPU_LIMITS[0]} on a CPU",
         place="scheduler.chunk_tokens",
     ),
     "schedule_policy": Argument(

@@ -5,13 +5,15 @@ takes 16 to 100 times as long. Int8 numbers with a scale per output are multipli
 the CPU has no instructions for that. Both give a row the same bits for every T. Fp8 weights are converted to the dtype
 of x once, and other weights in each call, ``BLOCK_OUTPUTS`` outputs at a time.
 
-On a GPU, up to 256 rows in 16 bits, or 512 with 4-bit integers without offsets, use our own kernels. With 8-bit weights
-and groups of a multiple of 128 inputs, the inputs become sums of two 8-bit numbers, which is nearly exact
-(``byte_linear``). One row does not with int8 weights in groups, and with fp8 weights that have a scale per output: the
-kernel of 16-bit weights multiplies the latter. Otherwise the weight is converted in registers. For more rows, in fp32,
-for other sizes, and with ``batch_invariant``, the weight is dequantized in memory first. With more than 64 rows and fp8
-weights with a scale per output or block, bf16 inputs are rounded to fp8, with a scale per row, or per row and 128
-inputs. Fewer rows are rounded only if the number of inputs is not a multiple of 128.
+On a GPU, by weights and number of rows:
+
+- 8 bits in groups of a multiple of 128 inputs, up to 256 rows: the inputs become sums of two 8-bit numbers, which is
+  nearly exact (``byte_linear``). Not for one row with int8 in groups, see the next line, or with fp8 and a scale per
+  output, which the kernel of 16-bit weights multiplies.
+- other weights, up to 256 rows (512 with 4-bit integers without offsets): the weight is converted in registers.
+- more rows, inputs in fp32, other sizes, ``batch_invariant``: the weight is dequantized in memory first.
+- fp8 with a scale per output or block, more than 64 rows: bf16 inputs are rounded to fp8, with a scale per row, or per
+  row and 128 inputs. Fewer rows are rounded only if the number of inputs is not a multiple of 128.
 """
 
 from __future__ import annotations

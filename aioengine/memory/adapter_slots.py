@@ -115,7 +115,7 @@ class LoadQueue:
 
 
 class AdapterSlots:
-    """The slots, numbered from 1, and the load queue. Only does the bookkeeping; ``scheduler.adapter_loading`` copies.
+    """The slots, numbered from 1, and the load queue. Only does the bookkeeping; ``processes.adapter_loading`` copies.
 
     Attributes:
         load_queue: the waiting requests. is_changed: ``assign`` may have something to do.

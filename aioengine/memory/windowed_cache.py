@@ -88,7 +88,7 @@ class WindowedCache(PrefixCache):
     def __init__(self, groups: PageGroups, *, num_pages: int, enabled: bool = True) -> None:
         super().__init__(num_pages=num_pages, page_size=groups.page_size, enabled=enabled)
         self._groups = groups
-        self._tree = self._index = _PageTree(groups.page_size)
+        self._tree: _PageTree = _PageTree(groups.page_size)
         self._page_keys: list[Key] = [("page", group) for group in range(groups.num_groups)]
 
     def pages_for(self, num_tokens: int) -> int:
@@ -139,7 +139,7 @@ class WindowedCache(PrefixCache):
             for key in self._tree.keys(token_ids, len(path), allocation.salt):
                 if key in parent.children:
                     break
-                parent = self._index.open(parent, key, is_pending=True)
+                parent = self._tree.open(parent, key, is_pending=True)
                 allocation.path.append(parent)
         return allocation
 
@@ -174,7 +174,7 @@ class WindowedCache(PrefixCache):
         pages = zip(allocation.pages, allocation.nodes, strict=True)
         owned = [page for page, node in pages if node is None and page != RELEASED]
         self._tree.unlock([node for node in allocation.nodes if node is not None])
-        self._index.close(allocation.path)
+        self._tree.close(allocation.path)
         self._free.extend(owned)
         allocation.pages, allocation.nodes, allocation.path = [], [], []
         allocation.num_matched = allocation.num_ready = allocation.capacity = 0
@@ -254,5 +254,5 @@ class WindowedCache(PrefixCache):
                     self._tree.remove(page)
                     allocation.nodes[entry], allocation.pages[entry] = None, RELEASED
                 else:
-                    self._index.discard(page)
+                    self._tree.discard(page)
                 self._free.append(page.page)

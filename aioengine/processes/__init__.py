@@ -1,1 +1,1 @@
-"""The main functions of the child processes. ``supervision`` starts them by name and never imports them."""
+"""The main functions of the child processes. ``supervision`` and ``media.intake`` start them by name."""

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from aioengine.child_process.child import Child, run_child
+from aioengine.processes.adapter_loading import read_unchanged
 from aioengine.processes.scheduler_process import prepare_process
 from aioengine.protocol.messages import SCHEDULER, Adapter, Control, Fact, Message
 from aioengine.protocol.rank_step import RankAdapter, RankStep
 from aioengine.protocol.service import HEARTBEAT_S, Outbox
-from aioengine.scheduler.adapter_loading import read_unchanged
 from aioengine.scheduler.plan import StepPlan
 from aioengine.scheduler.runner import AdapterCopy, Runner, RunnerFactory
 

@@ -30,6 +30,7 @@ from aioengine.child_process.host import (
     use_share_of_cores,
 )
 from aioengine.errors import UnsupportedSchemaError, describe
+from aioengine.processes.adapter_loading import AdapterCopies, AdapterLoader
 from aioengine.processes.leading_runner import LeadingRunner
 from aioengine.protocol.messages import (
     DEFAULT_WEIGHT_VERSION,
@@ -56,7 +57,6 @@ from aioengine.protocol.service import HEARTBEAT_S, Outbox
 from aioengine.protocol.weight_messages import WeightCall
 from aioengine.runner.profile import Profile
 from aioengine.runner.time_limit import install_timer_signal
-from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.request import Gate, Request
 from aioengine.scheduler.scheduler import Scheduler
@@ -87,7 +87,7 @@ _WAIT_S = 0.001
 
 
 class SchedulerService:
-    """Connects ``SchedulerCore`` to messages, without I/O.
+    """Connects ``SchedulerCore`` to messages, without sockets.
 
     Attributes:
         facts: facts for ``Ready``.
@@ -103,7 +103,7 @@ class SchedulerService:
         facts: dict[str, Fact],
         report: Callable[[Progress], None],
         grammars: Grammars | None = None,
-        adapters: Adapters | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """report: called before each control call, because the call may take long and nothing is sent meanwhile.
         grammars: compiles the runner's constraints; None if the runner applies no grammars.
@@ -459,7 +459,7 @@ def build_service(
     }
     adapters = None
     if runner.adapters is not None and lora is not None:
-        adapters = Adapters(runner.adapters, core.requests, Copies(lora.max_loaded, lora.max_bytes))
+        adapters = AdapterLoader(runner.adapters, core.requests, AdapterCopies(lora.max_loaded, lora.max_bytes))
     return SchedulerService(
         core, runner, profile, settings=settings, facts=facts, report=report, grammars=grammars, adapters=adapters
     )

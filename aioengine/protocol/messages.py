@@ -503,7 +503,7 @@ class Totals(Struct, array_like=True, gc=False):
 class Stats(Totals, tag="stats", array_like=True, gc=False):
     """Totals and current counts of the scheduler.
 
-    Sent a few times per second while requests run, once when the scheduler becomes idle, and as a heartbeat.
+    Sent up to ten times per second while requests run, once when the scheduler becomes idle, and as a heartbeat.
     num_free_pages: free pages and cached pages that no request uses. num_pinned_pages: pages that are pinned by
     sessions and not used by a request. step_ended_at: time of the last step; 0: there was none.
     """

@@ -1,4 +1,4 @@
-"""Service: the interface of the scheduler's and the detokenizer's work, without I/O.
+"""Service: the interface of the scheduler's and the detokenizer's work, without sockets.
 
 The caller (the loop of a process, a task of the inline launcher, a test) passes received messages to ``handle`` and
 sends the messages that ``step`` returns.

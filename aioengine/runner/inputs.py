@@ -122,7 +122,7 @@ class InputBuilder:
             np.array([row.start for row in rows], dtype=np.int64),
             counts,
             counts.cumsum(),
-            np.array([row.outputs & TOKENS for row in rows], dtype=np.bool_),
+            np.array([row.outputs == TOKENS for row in rows], dtype=np.bool_),
             np.array(num_known, dtype=np.int64),
             np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, sum(num_known)),
         )

@@ -48,7 +48,7 @@ class Pooler:
 
     def rows(self, plan: StepPlan, requests: list[RequestRow]) -> PooledRows | None:
         """Return the rows of the computed ``requests`` with a vector; None: there are none."""
-        uids = {row.uid for row in plan.rows if row.outputs & VECTOR}
+        uids = {row.uid for row in plan.rows if row.outputs == VECTOR}
         indices = [index for index, request in enumerate(requests) if request.uid in uids]
         return PooledRows([requests[index].uid for index in indices], indices, Readback(None)) if indices else None
 

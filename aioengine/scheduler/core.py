@@ -39,7 +39,7 @@ class SchedulerCore(Generic[Ticket]):
     Attributes:
         scheduler: plans the steps. requests: its requests; submit and abort them here, between two steps.
         is_paused: while True, no step is launched. Steps in flight are collected; deadlines and aborts still work.
-        is_held: the same, while the weights are incomplete.
+        is_held: the same, while the weights are incomplete or memory is released.
     """
 
     def __init__(

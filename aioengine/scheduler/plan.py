@@ -22,8 +22,8 @@ from aioengine.protocol.packed_logprobs import LogprobRules
 NOTHING = 0
 TOKENS = 1
 VECTOR = 2
-DISTRIBUTION = 4
-"""Bits of ``Row.outputs``. Plain integers for speed: they are read for each row of each step."""
+DISTRIBUTION = 3
+"""Values of ``Row.outputs``. Plain integers for speed: they are read for each row of each step."""
 
 
 class Row(Struct, array_like=True, gc=False):
@@ -33,7 +33,7 @@ class Row(Struct, array_like=True, gc=False):
     start: first position to compute; positions before it have KV.
     token_ids: ids at positions from ``start`` on. Empty for a decode row: the runner holds the last sampled token.
     count: number of positions to compute, including drafts; at least 1.
-    outputs: bits. TOKENS: sample a token for position ``start + count``, and for each draft. VECTOR: return the pooled
+    outputs: TOKENS: sample a token for position ``start + count``, and for each draft. VECTOR: return the pooled
         vector. DISTRIBUTION: return logprobs of the next token, but no token. NOTHING: only write KV, for a chunk of a
         prompt.
     new_pages: pages appended to the page table of the request since its last row.

@@ -62,7 +62,7 @@ class Flight(Struct):
         self.requests.append(request)
         self.allocations.append(request.allocation)
         request.num_computed += row.count
-        if row.outputs & TOKENS:
+        if row.outputs == TOKENS:
             request.num_tokens += 1 + row.num_drafts
             request.num_drafts += row.num_drafts
             request.holds_last = True

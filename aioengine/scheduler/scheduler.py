@@ -191,11 +191,11 @@ class Scheduler:
             self.cache.insert(request.allocation, request.token_ids, end)
         if new is None:  # a part of a prompt
             return None
-        is_last = bool(row.outputs & (VECTOR | DISTRIBUTION))
+        is_last = row.outputs in (VECTOR, DISTRIBUTION)
         if (new or is_last) and not request.is_text_open:
             self._events.open_text(request, now)
         if is_last:
-            ended = End(row.uid, FinishCode.STOP if row.outputs & VECTOR else FinishCode.LENGTH)
+            ended = End(row.uid, FinishCode.STOP if row.outputs == VECTOR else FinishCode.LENGTH)
         if ended is not None:
             self.requests.end(request, ended)
             return None if is_last else num_taken
@@ -288,6 +288,6 @@ def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, li
         ids = [new] if isinstance(new, int) else new
         is_single = len(ids) == 1 and not row.num_drafts and row.uid not in flight.rejected
         row_tokens.append(ids[0] if is_single and row.uid not in result.failed else -1)
-        if not is_single and (row.outputs & TOKENS or row.uid in with_extra):
+        if not is_single and (row.outputs == TOKENS or row.uid in with_extra):
             others[row.uid] = ids
     return row_tokens, others

@@ -84,7 +84,7 @@ class MemoryConfig(Struct, frozen=True, kw_only=True):
     """The KV pool.
 
     Attributes:
-        max_total_tokens: its size; None: as many tokens as fit into ``mem_fraction_static`` of the memory.
+        max_total_tokens: its size; None: as many tokens as ``mem_fraction_static`` allows.
         mem_fraction_static: None for a default that depends on the device.
     """
 
@@ -371,7 +371,7 @@ class MemorySettings(Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_pages: its size in tokens divided by ``page_size``; page groups need a multiple (``PageGroups.pages_in``).
-            None: the runner takes as many as fit into ``mem_fraction_static`` of the memory.
+            None: the runner takes as many as ``mem_fraction_static`` allows.
         kv_dtype: of keys and values, as in ``kv_cache_dtype``; None: the dtype of the model.
         can_release: the memory of a running engine can be freed for a while.
     """

@@ -46,7 +46,7 @@ class NullRunner:
         return {}
 
     def launch(self, plan: StepPlan) -> StepResult:
-        uids = [row.uid for row in plan.rows if row.outputs & TOKENS]
+        uids = [row.uid for row in plan.rows if row.outputs == TOKENS]
         return StepResult(TokenColumns(uids, [1 + uid % 1000 for uid in uids]))
 
     def collect(self, ticket: StepResult) -> StepResult:

@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from aioengine.model_files import adapter_folder
+from aioengine.processes.adapter_loading import AdapterCopies, AdapterLoader
 from aioengine.protocol.messages import LOAD_ADAPTER, UNLOAD_ADAPTER, Adapter, Control, FinishCode, Limits, Reply
-from aioengine.scheduler.adapter_loading import Adapters, Copies
 from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.request import Gate
 from aioengine.scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ class AdapterWorld(World):
     """A world whose runner applies adapters."""
 
     num_slots: int = 2
-    copies: Copies = field(default_factory=lambda: Copies(None, 1 << 30))
+    copies: AdapterCopies = field(default_factory=lambda: AdapterCopies(None, 1 << 30))
     replies: dict[int, Reply] = field(default_factory=dict[int, Reply])
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class AdapterWorld(World):
             self.settings, num_pages=self.num_pages, page_size=self.page_size, num_adapter_slots=self.num_slots
         )
         self.core = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
-        self.adapters = Adapters(self.fake.adapters, self.core.requests, self.copies)
+        self.adapters = AdapterLoader(self.fake.adapters, self.core.requests, self.copies)
 
     def step(self) -> StepOutput | None:
         self.adapters.wait(0.05)
@@ -225,7 +225,7 @@ def test_the_bytes_of_copies_are_bounded_once_they_are_placed(adapters: dict[str
 
 
 def test_copies_are_kept_within_a_number_and_bytes() -> None:
-    copies = Copies(None, 100)
+    copies = AdapterCopies(None, 100)
     for number in range(4):
         copies.add((str(number),), FakeAdapter(number, 40))
         copies.make_space(0, ())
@@ -237,7 +237,7 @@ def test_copies_are_kept_within_a_number_and_bytes() -> None:
     assert copies.make_space(1, {("3",)})
     assert ("2",) in copies
     assert ("4",) not in copies
-    few = Copies(1, 10)
+    few = AdapterCopies(1, 10)
     few.add(("0",), FakeAdapter(0, 40))
     assert few.make_space(0, ())
     assert len(few) == 1, "one is kept, whatever its size"

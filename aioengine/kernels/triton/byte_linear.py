@@ -4,8 +4,8 @@ The inputs of these instructions must have 8 bits too. So for few rows, each inp
 pair, which is nearly exact. The weight is multiplied as it is stored: converting it to bf16 in registers, as
 ``code_linear`` does, takes longer than reading it.
 
-Programs: each computes ``LINES`` lines of the weight times some rows, over one split of the inputs. It converts up to
-``CONVERTING_ROWS`` rows itself. More rows are converted by a kernel before.
+Programs: each computes ``LINES`` lines of the weight times some rows, over one split of the inputs. If the weight has
+one scale per output, it converts up to ``CONVERTING_ROWS`` rows itself. Otherwise a kernel converts them before.
 
 Sums: tensor cores add the products of a block of inputs, and blocks are added in fp32 from first to last. Then splits
 are added in order. Blocks and splits depend on the number of rows, so the bits do too.
@@ -36,7 +36,7 @@ MAX_FP8_PAIRS, MAX_FP8_ROWS = 64, 128
 MAX_INT8_PAIRS = 256
 """Maximum rows with int8 weights."""
 CONVERTING_ROWS = 8
-"""Up to this number of rows, each program converts the inputs. For more rows, a kernel before the product does."""
+"""Up to this number of rows, programs may convert the inputs."""
 MAX_X_ROWS = 128
 """8-bit rows of a program."""
 LINES = 64

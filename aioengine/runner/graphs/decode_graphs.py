@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -215,17 +216,19 @@ class DecodeGraphs:
             cascades = {size: attention.fixed_cascade(size, buffers(size)) for size in reversed(cascade_sizes)}
         self._compile([*plain.items(), *cascades.items()])
         pool = torch.cuda.graph_pool_handle()
-        num_graphs = len(plain) + len(cascades)
+        counts = count(1)
+        num_graphs = len(plain) * (1 if tiles is None else 2) + len(cascades)
+        report(0, num_graphs)
         if tiles is not None:
             for size, fixed in plain.items():
                 self._graphs_with_adapters[size] = self._captured(size, fixed, pool, tiles.for_graph(size))
-        report(0, num_graphs)
+                report(next(counts), num_graphs)
         for size, fixed in plain.items():
             self._graphs[size] = self._captured(size, fixed, pool)
-            report(len(self._graphs), num_graphs)
+            report(next(counts), num_graphs)
         for size, cascade in cascades.items():
             self._cascade_graphs.insert(0, (self._captured(size, cascade, pool), cascade))
-            report(len(plain) + len(self._cascade_graphs), num_graphs)
+            report(next(counts), num_graphs)
 
     def padded(self, num_rows: int) -> int:
         """Return the row count of the smallest graph for ``num_rows`` rows, or ``num_rows`` if no graph is large

@@ -1,4 +1,4 @@
-"""Adapters: reads LoRA adapters in threads while steps run, keeps some in memory, and lets them be copied into slots.
+"""Reads LoRA adapters in threads while steps run, keeps some in memory, and lets them be copied into slots.
 
 ``AdapterSlots`` knows which adapters are needed. Adapters that are not in memory are read, a few at a time, in the
 order in which they get slots. To free memory for them, the least recently used adapters are removed. If an adapter
@@ -30,7 +30,7 @@ STAGE: Final = "adapter"
 """The stage in the errors of requests whose adapter failed."""
 
 
-class Copies:
+class AdapterCopies:
     """The adapters in memory, least recently used first. At least one is kept, even if it exceeds the limits."""
 
     def __init__(self, max_number: int | None, max_bytes: int) -> None:
@@ -76,10 +76,10 @@ class Copies:
         return number <= 1 or self.num_bytes + bool(num_new) <= self._max_bytes
 
 
-class Adapters:
-    """The adapters of an engine. Its methods are called in the thread of the scheduler."""
+class AdapterLoader:
+    """Reads adapters and has them copied into slots. Its methods are called in the thread of the scheduler."""
 
-    def __init__(self, device: DeviceAdapters, requests: Requests, copies: Copies) -> None:
+    def __init__(self, device: DeviceAdapters, requests: Requests, copies: AdapterCopies) -> None:
         self._device = device
         self._requests = requests
         self._slots = requests.adapters
