@@ -115,6 +115,7 @@ def memory_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.slow
 async def test_thousand_stalled_readers_use_bounded_memory() -> None:
     async with fake_async_engine(max_running=NUM_STALLED + 1, num_pages=20_000, chunk_tokens=4096) as engine:
         expected = (await engine.async_generate("quick", {**LONG, "max_new_tokens": 64}))["text"]

@@ -87,6 +87,7 @@ def test_server_starts_streams_and_drains() -> None:
         assert output.splitlines() == [f"serving at {str(client.base_url).rstrip('/')}/v1"]
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_the_server_at_once_without_a_traceback() -> None:
     with running() as (process, client):
         assert wait_until(lambda: state(client, "/ready") == (200, "running"), 60, every_s=0.1)

@@ -238,9 +238,8 @@ def test_wrong_tensors_of_an_adapter_are_refused(engine: Engine, case: Case) -> 
     assert engine.list_lora_adapters().loaded_adapters.keys() == KINDS.keys()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"dp_size": 2, "load_balance_method": "round_robin"}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"dp_size": 2, "load_balance_method": "round_robin"}])
 async def test_adapter_by_tensor_survives_a_lost_scheduler(case: Case, options: dict[str, Any]) -> None:
     limits = {"max_lora_rank": 16, "lora_target_modules": "all", "enable_lora": True}
     async with AsyncEngine(**limits, **ARGUMENTS, **options) as engine:  # type: ignore[arg-type]

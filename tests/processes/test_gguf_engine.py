@@ -58,6 +58,7 @@ def test_generate_and_chat(tmp_path: Path) -> None:
         json.loads(engine.generate("Write a JSON object for a person:", {"json_schema": '{"type": "object"}'})["text"])
 
 
+@pytest.mark.slow
 def test_mixed_types_give_the_answers_of_their_dequantized_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

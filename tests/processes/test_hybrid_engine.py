@@ -87,6 +87,7 @@ def test_sessions_continue_from_their_snapshots(engine: Engine) -> None:
     assert cached == [0, 2 * SPAN, 3 * SPAN]
 
 
+@pytest.mark.slow
 def test_prefix_hits_change_no_adapters_vectors_or_logprobs(engine: Engine, adapter: Path) -> None:
     engine.load_lora_adapter("one", str(adapter))
     assert engine.flush_cache()

@@ -92,6 +92,7 @@ def test_logging_of_the_program_gets_every_record_once() -> None:
         assert sum(text in line for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_logging_that_is_configured_later_gets_every_record_once() -> None:
     lines = stderr_of(LOSS.replace("BEFORE", "").replace("AFTER", OWN_FORMAT))
     found = [line for line in lines if "killed by signal 9" in line or "are replaced" in line]

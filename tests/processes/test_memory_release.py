@@ -89,6 +89,7 @@ async def test_released_memory_is_free(engine: AsyncEngine, folder: Path) -> Non
     assert (await started(engine, PROMPT, 20))["output_ids"] == first["output_ids"]
 
 
+@pytest.mark.slow
 async def test_new_process_has_released_memory_too(engine: AsyncEngine, reference: Reference) -> None:
     await engine.release_memory_occupation()
     num_steps = engine.stats()["num_steps"]

@@ -79,14 +79,17 @@ def run(script: str, *arguments: bytes, cwd: Path | bytes, **environment: bytes)
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_replaced_after_the_working_directory_was_removed(tmp_path: Path) -> None:
     run(HEAD + RECOVER, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_an_engine_starts_in_a_working_directory_that_was_removed(tmp_path: Path) -> None:
     run(HEAD + REMOVE + RUN, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_relative_path_in_a_removed_directory_is_an_error(tmp_path: Path) -> None:
     for model in ("./model", "model"):
         folder = tmp_path / model

@@ -88,7 +88,9 @@ warn(logging.getLogger("aioengine.x"), "%d", 1)
 PROGRAMS = {"engine": ENGINE, "bars": BARS, "logging": LOGGING, "warning": WARNING}
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    "stream", [pytest.param(name, marks=pytest.mark.slow) if name == "failing terminal" else name for name in STREAMS]
+)
 def test_engine_bars_logs_and_warnings_work(stream: str) -> None:
     """One after the other. A real model writes most: it runs with the stream that raises the most errors."""
     shows_progress = stream == "failing terminal"

@@ -161,6 +161,7 @@ def test_profile_follows_no_link(is_made_before: bool, tmp_path: Path, monkeypat
     assert victim.read_text() == "content"
 
 
+@pytest.mark.slow
 def test_profile_ends_with_the_engine(tmp_path: Path) -> None:
     """A program in which torch still records at its exit dies of a segmentation fault."""
     program = f"""

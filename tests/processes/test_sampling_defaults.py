@@ -23,6 +23,7 @@ def demo_with(folder: Path, **generation: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_generate_and_chat_take_the_defaults_of_the_model(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"top_p must be .*, got 7") as caught:
         llm = Engine(demo_with(tmp_path, temperature=0, top_k=5, top_p=7), device="cpu")

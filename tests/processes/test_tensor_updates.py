@@ -170,6 +170,7 @@ async def keeping(versions: dict[str, Path]) -> AsyncIterator[AsyncEngine]:
         yield engine
 
 
+@pytest.mark.slow
 @live
 async def test_kept_tensors_are_loaded_again_after_a_loss(
     keeping: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
@@ -192,6 +193,7 @@ async def test_kept_tensors_are_loaded_again_after_a_loss(
     assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v3"]
 
 
+@pytest.mark.slow
 @live
 async def test_requests_end_if_their_tensors_are_lost(
     engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference
@@ -215,6 +217,7 @@ async def test_requests_end_if_their_tensors_are_lost(
     assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["v2"]
 
 
+@pytest.mark.slow
 @live
 async def test_update_is_not_open_after_the_loss_of_its_process(
     engine: AsyncEngine, versions: dict[str, Path], tensors: dict[str, dict[str, Tensor]], reference: Reference

@@ -55,6 +55,7 @@ async def shared_engine(versions: dict[str, Path]) -> AsyncIterator[AsyncEngine]
         yield engine
 
 
+@pytest.mark.slow
 @live
 async def test_session_continues_with_new_weights(
     engine: AsyncEngine, versions: dict[str, Path], reference: Reference

@@ -97,6 +97,7 @@ async def test_broadcast_tensors_replace_the_weights(
     dist.destroy_process_group(group)
 
 
+@pytest.mark.slow
 async def test_cancelled_call_logs_no_error_when_it_fails_later(
     versions: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

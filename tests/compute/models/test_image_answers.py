@@ -142,6 +142,7 @@ def test_batches_prefix_hits_and_samples_match(served: Served) -> None:
         assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
 
 
+@pytest.mark.slow
 def test_sessions_and_streams_continue_after_scheduler_is_killed(served: Served) -> None:
     check_session(served)
 

@@ -75,8 +75,7 @@ def check_close(logits: tuple[Tensor, Tensor], limit: float) -> None:
     ("case", "name"),
     [
         *(("qwen3", name) for name in ("awq", "gptq", "packed-zeros", "fp8-blocks", "fp8", "nf4", "w8a8")),
-        ("experts", "fp8-blocks"),
-        pytest.param("experts", "nf4", marks=pytest.mark.slow),
+        *(pytest.param("experts", name, marks=pytest.mark.slow) for name in ("fp8-blocks", "nf4")),
     ],
 )
 def test_stored_formats(two_ranks: RankThreads, case: str, name: str, tmp_path: Path) -> None:

@@ -182,8 +182,8 @@ def compare(plain: Storm, storm: Storm) -> int:
 
 CASES = [
     ("gemma3_text", 128, 7, 1, {"attention_backend": "fused"}),
-    ("drafted", 64, 4, 1, {"draft": "equal"}),
-    ("MTP", 128, 4, 1, {"draft": "MTP"}),
+    pytest.param("drafted", 64, 4, 1, {"draft": "equal"}, marks=pytest.mark.slow),
+    pytest.param("MTP", 128, 4, 1, {"draft": "MTP"}, marks=pytest.mark.slow),
 ]
 LAYERS = {"EAGLE3": (0, 1, 1), "EAGLE": (2,), "MTP": (2,)}
 """The layers whose inputs the draft heads read."""
