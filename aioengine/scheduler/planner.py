@@ -33,7 +33,7 @@ OUTPUTS = {RequestKind.GENERATE: TOKENS, RequestKind.POOL: VECTOR, RequestKind.S
 MAX_LATER = 64  # requests that may be passed over in a step because of a prefix: each costs a cache lookup
 
 
-class Flight(Struct):
+class PlanInFlight(Struct):
     """A plan in flight, with the request of each row and the allocation of this request at planning time.
 
     num_chunk_tokens: positions of all rows except decode rows of one position. num_drafts: positions of drafts.
@@ -84,7 +84,7 @@ class Planner:
         # need other attention kernels, which take longer than the unused tokens of this step.
         self._most_unsplit = settings.chunk_tokens // 16 if settings.splits_prompts else settings.context_length
 
-    def fill(self, flight: Flight, now: float, *, is_overlapped: bool = False) -> None:
+    def fill(self, flight: PlanInFlight, now: float, *, is_overlapped: bool = False) -> None:
         """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight.
 
         Requests with a closed gate get no row. Preemption takes the last running request, so a request that already has
@@ -123,7 +123,7 @@ class Planner:
                 if pages is None:
                     continue
                 row = Row(request.uid, start, 1, TOKENS, [], pages)
-            rows.append(row)  # as in ``Flight.add``; most rows are such decodes, and a call would cost time
+            rows.append(row)  # as in ``PlanInFlight.add``; most rows are such decodes, and a call would cost time
             requests.append(request)
             allocations.append(allocation)
             request.num_computed = start + 1
@@ -164,7 +164,7 @@ class Planner:
             request.acceptance.note(0, 0)
         return len(request.drafts)
 
-    def _row_of_several_tokens(self, request: Request, flight: Flight, num_drafts: int) -> Row | None:
+    def _row_of_several_tokens(self, request: Request, flight: PlanInFlight, num_drafts: int) -> Row | None:
         """Return a row for the forced tokens of a request, or its newest token, and up to ``num_drafts`` drafts after
         them. Return None if the request was preempted, or waits for pages.
 
@@ -240,7 +240,7 @@ class Planner:
             allocation.unsent += pages
         return count
 
-    def _place_prompts(self, flight: Flight, prompts: list[Request], now: float) -> None:
+    def _place_prompts(self, flight: PlanInFlight, prompts: list[Request], now: float) -> None:
         """Divide the rest of the budget among prompts: the first running prompt, then short running prompts, then
         new prompts.
         """
@@ -281,7 +281,7 @@ class Planner:
                 flight.add(Row(request.uid, start, count, outputs, token_ids, pages), request)
 
     def _admit(
-        self, flight: Flight, budget: TokenBudget, shares: list[tuple[Request, int]], num_partial: int, now: float
+        self, flight: PlanInFlight, budget: TokenBudget, shares: list[tuple[Request, int]], num_partial: int, now: float
     ) -> None:
         """Admit waiting requests, and append them and their shares of ``budget`` to ``shares``."""
         running, cache = self._requests.running, self._requests.cache

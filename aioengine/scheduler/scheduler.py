@@ -20,7 +20,7 @@ from aioengine.protocol.messages import End, FinishCode, Stats, StepOutput
 from aioengine.protocol.packed_logprobs import NEXT_LOGPROBS
 from aioengine.scheduler.drafting import DraftCosts
 from aioengine.scheduler.plan import DISTRIBUTION, TOKENS, VECTOR, Row, StepPlan, StepResult
-from aioengine.scheduler.planner import Flight, Planner
+from aioengine.scheduler.planner import PlanInFlight, Planner
 from aioengine.scheduler.request import Request, end_of
 from aioengine.scheduler.request_states import Requests
 from aioengine.settings.config import SchedulerSettings
@@ -63,7 +63,7 @@ class Scheduler:
         self._events = self.requests.events
         self._draft_costs = DraftCosts() if settings.max_drafts else None
         self._planner = Planner(settings, self.requests, self._draft_costs)
-        self._flights: deque[Flight] = deque()  # launched, not yet applied
+        self._flights: deque[PlanInFlight] = deque()  # launched, not yet applied
         self._applied_at = 0.0
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -74,7 +74,7 @@ class Scheduler:
         requests = self.requests
         if requests.deadlines.heap:
             requests.expire(now)
-        flight = Flight(StepPlan([]), now)
+        flight = PlanInFlight(StepPlan([]), now)
         # If it stays True, nothing can be computed until a request changes: each change sets it to False.
         requests.is_blocked = not self._flights
         self._planner.fill(flight, now, is_overlapped=bool(self._flights))
@@ -207,7 +207,7 @@ class Scheduler:
             request.count_forced()
         return None
 
-    def _note_weights(self, flight: Flight, tokens: TokenColumns, with_new_weights: set[int]) -> None:
+    def _note_weights(self, flight: PlanInFlight, tokens: TokenColumns, with_new_weights: set[int]) -> None:
         """Report the version of the weights with the first token of each request since they were replaced."""
         num_output = {request.uid: request.num_output for request in flight.requests}
         version = self._events.weight_version.encode()
@@ -270,7 +270,7 @@ class Scheduler:
         )
 
 
-def _by_row(flight: Flight, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
+def _by_row(flight: PlanInFlight, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
     """Return the token of each row (-1 if it does not have exactly one), and the tokens of these other rows by uid.
 
     A row has an entry by uid if it has its planned output: no or several tokens, a vector, or a distribution. A row
