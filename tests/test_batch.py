@@ -238,7 +238,8 @@ def test_row_that_an_endpoint_cannot_handle_has_status_500(run: Run, monkeypatch
 
 def test_missing_packages_end_a_job_with_rows_in_the_form_of_openai(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    for name in ("aioengine.openai", "aioengine.openai.router"):  # other tests may have imported them
+    # other tests may have imported them
+    for name in ("aioengine.cli.openai_rows", "aioengine.openai", "aioengine.openai.router"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     write("in", {"url": "/v1/chat/completions", "body": CHAT})
     done = run("in", "out")
