@@ -65,8 +65,8 @@ def name(text: str) -> str:
 
 def cut(text: str) -> str:
     """Return the start and the end of a long text."""
-    most = 4 * MAX_SHOWN_CHARACTERS
-    return text if len(text) <= 2 * most else f"{text[:most]} ... {text[-most:]}"
+    num_shown = 4 * MAX_SHOWN_CHARACTERS
+    return text if len(text) <= 2 * num_shown else f"{text[:num_shown]} ... {text[-num_shown:]}"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -211,10 +211,10 @@ def sequence(name: str, value: object, max_items: int = MAX_COUNT, *, allowed: s
     return entries
 
 
-def json_size(value: object, most: int) -> int:
+def json_size(value: object, limit: int) -> int:
     """Return a lower estimate of the characters that nested data has as JSON, without encoding it.
 
-    If there are more than ``most``, or the data is nested too deeply (it may contain itself), return ``most + 1``.
+    If there are more than ``limit``, or the data is nested too deeply (it may contain itself), return ``limit + 1``.
     """
     level: list[Any] = [value]
     num_characters = 0
@@ -222,14 +222,14 @@ def json_size(value: object, most: int) -> int:
         num_characters += 2 * len(level)  # at least, with separators
         below: list[Any] = []
         for item in level:
-            if num_characters > most:
-                return most + 1
+            if num_characters > limit:
+                return limit + 1
             if isinstance(item, str):
                 num_characters += str.__len__(item)
             elif isinstance(item, dict | list | tuple):
                 entries = cast("dict[object, object] | Sequence[object]", item)
-                if num_characters + len(below) + len(entries) > most:
-                    return most + 1
+                if num_characters + len(below) + len(entries) > limit:
+                    return limit + 1
                 below += entries.values() if isinstance(entries, dict) else entries
                 if isinstance(entries, dict):
                     num_characters += 3 * len(entries)
@@ -239,7 +239,7 @@ def json_size(value: object, most: int) -> int:
         if not below:
             return num_characters
         level = below
-    return most + 1
+    return limit + 1
 
 
 def off(name: str, value: object, allowed: tuple[object, ...], feature: str) -> None:

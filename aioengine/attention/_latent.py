@@ -58,21 +58,21 @@ def plan_parts(shape: AttentionShape, num_rows: int, longest: int) -> Parts:
     few = min(max(ENOUGH_PROGRAMS // (num_rows * num_tiles), 1), MAX_PARTS)
     row_bytes = 4 * num_rows * shape.num_heads * shape.stored_value_size
     limit = max(MAX_PARTS_BYTES // row_bytes, 1)
-    most = max(few, LONG_ROW_PARTS) if longest > latent_decode.LONG.value else few
-    few, most = (1 << (min(count, limit).bit_length() - 1) for count in (few, most))
-    return Parts(few, most)
+    many = max(few, LONG_ROW_PARTS) if longest > latent_decode.LONG.value else few
+    few, many = (1 << (min(count, limit).bit_length() - 1) for count in (few, many))
+    return Parts(few, many)
 
 
-def first_expanded(query_lengths: Ints32, kv_lengths: Ints32, page_size: int, most: int) -> int:
+def first_expanded(query_lengths: Ints32, kv_lengths: Ints32, page_size: int, max_positions: int) -> int:
     """Return the first expanded row. All rows after it are expanded too, because each form computes adjacent tokens.
 
-    query_lengths, kv_lengths: [R]. most: maximum number of expanded positions, in whole pages.
+    query_lengths, kv_lengths: [R]. max_positions: maximum number of expanded positions, in whole pages.
     """
     tokens, lengths = query_lengths[::-1].astype(np.int64), kv_lengths[::-1].astype(np.int64)
     positions = -(-lengths // page_size) * page_size
     pairs = tokens * lengths - tokens * (tokens - 1) // 2
     gains = (pairs + TOKEN_PAIRS * tokens - POSITION_PAIRS * positions).cumsum()
-    gains[positions.cumsum() > most] = 0
+    gains[positions.cumsum() > max_positions] = 0
     best = int(gains.argmax())
     return len(tokens) - (best + 1 if gains[best] > 0 else 0)
 
@@ -149,8 +149,8 @@ class AdaptiveLatentAttention(PagedAttention):
         query_lengths = np.array(batch.query_lengths, dtype=np.int32)
         rows, page_starts = paged_rows(batch, query_lengths, kv_lengths, page_size)
         num_decode = num_decode_rows(query_lengths)
-        most = MAX_COPY_BYTES // (shape.head_size * itemsize)
-        expanded = max(first_expanded(query_lengths, kv_lengths, page_size, most), num_decode)
+        max_positions = MAX_COPY_BYTES // (shape.head_size * itemsize)
+        expanded = max(first_expanded(query_lengths, kv_lengths, page_size, max_positions), num_decode)
         parts = plan_parts(shape, max(num_decode, 1), int(kv_lengths[: max(num_decode, 1)].max()))
         num_absorbed = int(query_lengths[:expanded].sum())
         step = _LatentStep(layers, batch.slot_mapping, rows, num_decode, parts, num_absorbed)

@@ -178,9 +178,9 @@ class FusedAttention:
             return
         self._shapes, self._calls = shapes, []
         page_numbers = self.page_size * self._stored_size
-        most = max(num_pages for num_pages, _ in shapes[1]) * page_numbers
-        if self._memory.numel() < most:
-            self._memory = self._memory.new_empty(most)
+        num_elements = max(num_pages for num_pages, _ in shapes[1]) * page_numbers
+        if self._memory.numel() < num_elements:
+            self._memory = self._memory.new_empty(num_elements)
         for units in decode.units:
             memory = self._memory[: units.pages.numel() * page_numbers].view(-1, page_numbers)
             stored = memory.view(2, -1, self._num_kv_heads, units.width, self._stored_size)

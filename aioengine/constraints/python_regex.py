@@ -151,13 +151,13 @@ class _Translator:
             self._refuse("a reference to a group")
         self._refuse("an atomic group or a possessive repetition")
 
-    def _repeat(self, least: int, most: Any, inner: Any, *, flags: int, repeats: int) -> str:
-        is_open = most is codes.MAXREPEAT
-        repeats *= max(1, int(least if is_open else most))
+    def _repeat(self, min_count: int, max_count: Any, inner: Any, *, flags: int, repeats: int) -> str:
+        is_open = max_count is codes.MAXREPEAT
+        repeats *= max(1, int(min_count if is_open else max_count))
         if repeats > MAX_REPEATS:
             self._refuse(f"more than {MAX_REPEATS:,} counted repetitions")
         text = self._sequence(list(inner), flags, repeats)
-        return f"(?:{text}){{{int(least)},{'' if is_open else int(most)}}}"
+        return f"(?:{text}){{{int(min_count)},{'' if is_open else int(max_count)}}}"
 
     def _class(self, members: list[Any], flags: int) -> str:
         is_negated = members[0][0] is codes.NEGATE

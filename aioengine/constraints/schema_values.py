@@ -129,10 +129,10 @@ def compile_string(schema: Subschema) -> Schema:
     return compiled
 
 
-def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
+def compile_counts(schema: Subschema, min_keyword: str, max_keyword: str) -> dict[str, int]:
     """Compile two keywords that limit a number of things."""
     compiled: dict[str, int] = {}
-    for keyword in (least, most):
+    for keyword in (min_keyword, max_keyword):
         if keyword not in schema.keywords:
             continue
         value = schema.keywords[keyword]
@@ -141,8 +141,8 @@ def compile_counts(schema: Subschema, least: str, most: str) -> dict[str, int]:
         if value > MAX_LENGTH:
             schema.raise_unsupported(keyword, f"is more than {MAX_LENGTH:,}")
         compiled[keyword] = int(value)
-    if compiled.get(least, 0) > compiled.get(most, MAX_LENGTH):
-        schema.raise_unsupported(least, f"is more than {most!r}: no value is valid")
+    if compiled.get(min_keyword, 0) > compiled.get(max_keyword, MAX_LENGTH):
+        schema.raise_unsupported(min_keyword, f"is more than {max_keyword!r}: no value is valid")
     return compiled
 
 

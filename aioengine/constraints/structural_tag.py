@@ -156,14 +156,14 @@ class _TagReader:
         parts = self.read(node.get("content"), f"{pointer}/content", depth + 1)
         if kind == "optional":
             return either([parts, []], pointer)
-        least, most = (1 if kind == "plus" else 0), -1
+        min_count, max_count = (1 if kind == "plus" else 0), -1
         if kind == "repeat":
-            least, most = _count(node, "min", pointer, 0), _count(node, "max", pointer, -1)
-            if most != -1 and most < least:
-                _wrong(f"{pointer}/max", f"-1 or from 'min' ({least}) on", most)
-            if most == 0:
+            min_count, max_count = _count(node, "min", pointer, 0), _count(node, "max", pointer, -1)
+            if max_count != -1 and max_count < min_count:
+                _wrong(f"{pointer}/max", f"-1 or from 'min' ({min_count}) on", max_count)
+            if max_count == 0:
                 return Literal([""])
-        return self._grammar.repeated(parts, pointer, least, None if most == -1 else most)
+        return self._grammar.repeated(parts, pointer, min_count, None if max_count == -1 else max_count)
 
     def _after_begin(self, tag: Format, pointer: str, depth: int) -> list[Part]:
         """Return the content and the end of a tag."""
@@ -278,10 +278,10 @@ def _flag(node: Format, key: str, pointer: str, *, default: bool = False) -> boo
     return value
 
 
-def _count(node: Format, key: str, pointer: str, least: int) -> int:
+def _count(node: Format, key: str, pointer: str, minimum: int) -> int:
     value = node.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        _wrong(f"{pointer}/{key}", f"an integer from {least}", value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        _wrong(f"{pointer}/{key}", f"an integer from {minimum}", value)
     if value > MAX_COUNT:
         raise_unsupported(f"{pointer}/{key}", key, f"is {value:,}; at most {MAX_COUNT:,} is enforced")
     return value

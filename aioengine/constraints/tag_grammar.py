@@ -146,14 +146,14 @@ class TagGrammar:
             any(rule.repeats_free for rule in rules),
         )
 
-    def repeated(self, parts: list[Part], pointer: str, least: int, most: int | None) -> Part:
-        """Return a part that repeats ``parts`` from ``least`` to ``most`` times; None: without a limit."""
-        times = f"{{{least},{'' if most is None else most}}}"
+    def repeated(self, parts: list[Part], pointer: str, min_count: int, max_count: int | None) -> Part:
+        """Return a part that repeats ``parts`` from ``min_count`` to ``max_count`` times; None: without a limit."""
+        times = f"{{{min_count},{'' if max_count is None else max_count}}}"
         if _is_pattern(parts):
             return Terminal(f"({_expression(parts)}){times}", pointer)
         once = self.write(parts, pointer)
         _check_end(once, [once])
-        repeats_free = (least, most) != (1, 1) and _begins_free(parts)
+        repeats_free = (min_count, max_count) != (1, 1) and _begins_free(parts)
         begins_with_token = _begins_with_token(parts)
         return Rule(f"({once.name}){times}", pointer, repeats_free=repeats_free, begins_with_token=begins_with_token)
 

@@ -374,10 +374,10 @@ class LoadedAdapters:
             return f"an adapter {name!r} is being loaded already"
         if is_pinned and self._rules is not None:
             others = [*(load.adapter.is_pinned for load in self._loads.values()), *self._loading.values()]
-            most = self._rules.settings.num_slots - 1
-            if sum(others) >= most:
+            num_slots = self._rules.settings.num_slots
+            if sum(others) >= num_slots - 1:
                 pinned = checks.counted(sum(others), "pinned adapter")
-                return f"the engine has {pinned}, and max_loras_per_batch={most + 1} leaves no place for another one"
+                return f"the engine has {pinned}, and max_loras_per_batch={num_slots} leaves no place for another one"
         return ""
 
     async def _load(

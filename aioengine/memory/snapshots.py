@@ -26,7 +26,7 @@ from msgspec import Struct, field
 from aioengine.memory.radix import Node
 
 NO_SNAPSHOT = -1
-LEAST_GAIN = 2
+MIN_GAIN = 2
 """A prompt gets an extra stop position only if a later request saves at least this many spans."""
 NUM_ROLLING = 2
 """Two, because eviction takes the last pages of a preempted request first, and the newest snapshot with them."""
@@ -124,11 +124,11 @@ class Snapshots:
         return request
 
     def stop_before(self, request: RequestSnapshots, start: int, end: int) -> None:
-        """Add a stop position at the last multiple of ``span`` before ``end``, if it is at least ``LEAST_GAIN`` spans
+        """Add a stop position at the last multiple of ``span`` before ``end``, if it is at least ``MIN_GAIN`` spans
         after ``start``.
         """
         position = (end - 1) // self.span * self.span
-        if position - start >= LEAST_GAIN * self.span:
+        if position - start >= MIN_GAIN * self.span:
             request.stop_positions.add(position)
 
     # ------------------------------------------------------------ while it runs

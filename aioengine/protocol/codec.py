@@ -73,9 +73,9 @@ class FrameEncoder:
             frame = self._encoder.encode(Frame(self._epoch, self._sender, self._number, messages, sent_at))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnencodableError(f"{type(error).__name__}: {error}") from error
-        most = MAX_FRAME_BYTES if len(messages) == 1 else self._max_bytes_of_several or MAX_FRAME_BYTES
-        if len(frame) > most:
-            raise FrameTooLargeError(f"{len(messages)} messages take {len(frame):,} bytes, the limit is {most:,}")
+        limit = MAX_FRAME_BYTES if len(messages) == 1 else self._max_bytes_of_several or MAX_FRAME_BYTES
+        if len(frame) > limit:
+            raise FrameTooLargeError(f"{len(messages)} messages take {len(frame):,} bytes, the limit is {limit:,}")
         self._number += 1
         return frame
 

@@ -166,13 +166,13 @@ class ConstrainedRows:
             ticket = self._unfollowed.popleft()
             values = ticket.values.wait()
             left = self.max_tokens - len(ticket.sampled)
-            least = self.min_forced + len(ticket.sampled) // ROWS_PER_TOKEN
+            min_forced = self.min_forced + len(ticket.sampled) // ROWS_PER_TOKEN
             for index, position, request, constraint in ticket.constrained:
                 if values[index] == FAILED or constraint.is_over:
                     continue
                 constraint.advance(values[index])
                 may_force = constraint.next_token >= 0 and request.may_force  # rarely true: saves a call per token
-                if may_force and (forced := constraint.take_forced(least, left)):
+                if may_force and (forced := constraint.take_forced(min_forced, left)):
                     left -= len(forced)
                     ticket.forced[request.uid] = forced
                     request.forced = forced

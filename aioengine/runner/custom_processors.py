@@ -34,7 +34,7 @@ from aioengine.runner.transfer import Upload
 LIMIT_S: Final = 1.0
 """Time limit of one call of ``apply``."""
 
-LEAST_LIMIT_S: Final = 0.02
+MIN_LIMIT_S: Final = 0.02
 """If a row exceeds the time limit, the limit of later rows in the step is halved, but not below this."""
 
 _params = msgspec.json.Decoder(dict[str, Any])
@@ -76,7 +76,7 @@ class CustomProcessors:
                 if len(group_rows) > 1:
                     error = self._call(logits, [row], upload, limit_s)
                 if isinstance(error, OutOfTimeError):
-                    limit_s = max(limit_s / 2, LEAST_LIMIT_S)
+                    limit_s = max(limit_s / 2, MIN_LIMIT_S)
                 if error is not None:
                     self._fail(logits, row, error)
 

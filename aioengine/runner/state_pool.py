@@ -25,8 +25,8 @@ def states_for_graph(states: StepStates, num_tokens: int, num_rows: int) -> Step
     """Return views of ``StatePool.padded`` for a graph of ``num_tokens`` tokens and ``num_rows`` rows."""
     slots, starts, ends, blocks = states.rows
     assert blocks is not None
-    most = _num_blocks(num_tokens, num_rows)
-    return StepStates(states.pool, StateRows(slots[:num_rows], starts[:num_rows], ends[:num_rows], blocks[:most]))
+    num_blocks = _num_blocks(num_tokens, num_rows)
+    return StepStates(states.pool, StateRows(slots[:num_rows], starts[:num_rows], ends[:num_rows], blocks[:num_blocks]))
 
 
 class StatePool:

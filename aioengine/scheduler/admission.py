@@ -29,7 +29,7 @@ from aioengine.protocol.messages import End, FinishCode, Media, RequestKind, Sub
 from aioengine.scheduler.request import Request
 
 MAX_PARTIAL = 4  # partly computed prompts at a time; a prompt that finishes in this step is always allowed
-LEAST_SHARE = 16  # tokens; smaller chunks are not worth a row
+MIN_SHARE = 16  # tokens; smaller chunks are not worth a row
 STEPS_AHEAD = 16  # if the request runs for the first time
 STEPS_AHEAD_AGAIN = 32  # if it was preempted before
 
@@ -71,13 +71,13 @@ class Admission:
         if not running:
             return match
         num_missing = request.num_tokens - len(match.path) * cache.page_size
-        most = cache.pages_for(steps_ahead(request, num_missing, self._chunk_tokens))
-        if num_left < most * (len(running) + 1):  # then count the pages of each request in these steps
+        max_pages = cache.pages_for(steps_ahead(request, num_missing, self._chunk_tokens))
+        if num_left < max_pages * (len(running) + 1):  # then count the pages of each request in these steps
             missing = [
                 cache.pages_for(member.next_limit) - cache.pages_for(member.num_tokens)
                 for member in (*running, request)
             ]
-            if num_left < sum(min(most, num_pages) for num_pages in missing):
+            if num_left < sum(min(max_pages, num_pages) for num_pages in missing):
                 return Refusal.FULL
         return match
 
@@ -97,7 +97,7 @@ class TokenBudget:
 
     def take_share(self, wanted: int) -> int:
         """Take ``wanted`` tokens if enough are left, else half of the budget. Return the number taken."""
-        return self.take_rest(wanted if wanted <= self.left else max(self.left // 2, LEAST_SHARE))
+        return self.take_rest(wanted if wanted <= self.left else max(self.left // 2, MIN_SHARE))
 
     def take_whole(self, wanted: int) -> int:
         """Take ``wanted`` tokens even if fewer are left. Return the number taken."""
@@ -179,8 +179,8 @@ class Pace:
     def note_step(self, seconds: float, num_prompt_tokens: int) -> None:
         """Record a step time. A step at least half full of prompt tokens counts as a prompt step, else as decode."""
         is_full = 2 * num_prompt_tokens >= self._chunk_tokens
-        least = self._full_step_s if is_full else self._step_s
-        recent = min(seconds, least * DRIFT) if least else seconds
+        previous = self._full_step_s if is_full else self._step_s
+        recent = min(seconds, previous * DRIFT) if previous else seconds
         if is_full:
             self._full_step_s = recent
         else:
@@ -218,7 +218,7 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
         return None
     admitted_s = pace.queue_s(num_ahead)
     first_token_s = admitted_s + pace.prompt_s(num_missing)
-    ended_s = first_token_s + pace.output_s(_least_output(submit) - 1)
+    ended_s = first_token_s + pace.output_s(_min_output(submit) - 1)
     needed = {"queue": admitted_s, "first_token": first_token_s, "total": ended_s}
     for which, deadline in limits.deadlines.items():
         needed_s = needed[which]
@@ -230,7 +230,7 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
     return None
 
 
-def _least_output(submit: Submit) -> int:
+def _min_output(submit: Submit) -> int:
     """Return the minimum number of output tokens. A vector or a distribution counts as one."""
     if submit.kind is not RequestKind.GENERATE:
         return 1

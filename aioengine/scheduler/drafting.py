@@ -163,16 +163,16 @@ class Acceptance:
         self._left -= 1
         return self._left >= 0
 
-    def count(self, prices: tuple[float, float], most: int) -> int:
-        """Return how many drafts its next row gets, up to ``most``."""
+    def count(self, prices: tuple[float, float], max_drafts: int) -> int:
+        """Return how many drafts its next row gets, up to ``max_drafts``."""
         price, price_of_row = prices
         rate = min(self._accepted / self._tried, 0.99)
-        count = most
+        count = max_drafts
         if price > 0:
-            count = min(most, int(log(price) / log(rate))) if 0 < price < rate else 0
+            count = min(max_drafts, int(log(price) / log(rate))) if 0 < price < rate else 0
         gain = rate * (1 - rate**count) / (1 - rate) - price * count
         self._is_probe = gain <= price_of_row
-        return min(most, PROBE) if self._is_probe else count
+        return min(max_drafts, PROBE) if self._is_probe else count
 
     def note(self, num_proposed: int, num_accepted: int) -> int:
         """Record a row that could have drafts. Return the number of drafts that were tried: after the first rejected

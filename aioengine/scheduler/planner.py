@@ -82,7 +82,7 @@ class Planner:
         self._admission = Admission(requests.cache, settings.chunk_tokens)
         # Prompts of up to this many tokens are not split, unless long prompts share the budget: their second part would
         # need other attention kernels, which take longer than the unused tokens of this step.
-        self._most_unsplit = settings.chunk_tokens // 16 if settings.splits_prompts else settings.context_length
+        self._max_unsplit = settings.chunk_tokens // 16 if settings.splits_prompts else settings.context_length
 
     def fill(self, flight: PlanInFlight, now: float, *, is_overlapped: bool = False) -> None:
         """Fill ``flight`` with the rows of the next step. is_overlapped: other steps are in flight.
@@ -296,7 +296,7 @@ class Planner:
             if adapter is not None and self._requests.wait_unless_ready(request, adapter):
                 continue
             num_tokens = request.num_tokens
-            is_whole = num_tokens <= self._most_unsplit and not (num_partial and self._settings.splits_prompts)
+            is_whole = num_tokens <= self._max_unsplit and not (num_partial and self._settings.splits_prompts)
             if is_whole and budget.left < min(num_tokens, self._settings.chunk_tokens):
                 return  # it will be the first of the next step
             answer = self._admission.ask(request, running, left=budget.left, num_partial=num_partial, promised=promised)

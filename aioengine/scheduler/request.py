@@ -232,10 +232,10 @@ def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End 
     generates = submit.kind is RequestKind.GENERATE
     if submit.limits.max_new_tokens <= 0 and generates:
         return End(uid, FinishCode.LENGTH)
-    least = num_prompt + 1 if generates else num_prompt
-    if least > context_length:
+    min_tokens = num_prompt + 1 if generates else num_prompt
+    if min_tokens > context_length:
         limit, advice = f"{context_length} (the context)", "shorten it"
-    elif least > pool_tokens:
+    elif min_tokens > pool_tokens:
         limit, advice = f"{pool_tokens} (the KV pool)", "shorten it or raise max_total_tokens"
     else:
         return None

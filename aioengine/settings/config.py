@@ -428,8 +428,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
         Prompts get an eighth of ``chunk_tokens`` even if all rows decode. One whole image may exceed the budget.
         """
         longest = 0 if self.splits_prompts else self.context_length
-        most = max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
-        return most + self.whole_image_tokens
+        num_tokens = max(self.chunk_tokens, self.max_running + self.chunk_tokens // 8, longest)
+        return num_tokens + self.whole_image_tokens
 
 
 ADAPTER_RANK_UNIT: Final = 16

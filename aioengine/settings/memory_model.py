@@ -290,8 +290,8 @@ class PoolDemand(Struct, frozen=True, kw_only=True):
         if requested is not None:
             num_pages = requested if requested * self.page_bytes <= left else 0
         else:
-            most = self.pages_in(self.context_length * self.max_running)
-            num_pages = max(min(left // self.page_bytes, most), 0) if self.page_bytes else most
+            max_pages = self.pages_in(self.context_length * self.max_running)
+            num_pages = max(min(left // self.page_bytes, max_pages), 0) if self.page_bytes else max_pages
         return PoolFit(num_rows, num_snapshots, left, num_pages)
 
 

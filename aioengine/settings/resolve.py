@@ -52,7 +52,7 @@ COMPILE_SHARE: Final = 0.9
 
 EMBEDDER_WORK: Final = 3.5e12
 """Parameters times tokens of a step of an embedder that takes an H200 about 15 ms. Shorter steps wait for the host."""
-MOST_EMBEDDER_TOKENS: Final = 32_768
+MAX_EMBEDDER_TOKENS: Final = 32_768
 GPU_DECODE_COST: Final = 4
 """On an H200, a decoding row with 128 to 1000 positions takes as long as 2 (8 billion parameters) to 6 (0.6 billion)
 tokens of a prompt.
@@ -113,8 +113,9 @@ def resolve(
     graph_rows = 0
     if is_on_gpu and config.device.cuda_graphs:
         wanted = config.device.cuda_graph_max_rows
-        most = scheduler.max_running * (1 + scheduler.max_drafts)  # each token of a row with drafts is a row of a graph
-        graph_rows = min(most, GPU_GRAPH_ROWS if wanted is None else wanted)
+        # each token of a row with drafts is a row of a graph
+        max_rows = scheduler.max_running * (1 + scheduler.max_drafts)
+        graph_rows = min(max_rows, GPU_GRAPH_ROWS if wanted is None else wanted)
     if config.model.tokenizer and model.tokenizer_path is None:
         remedy = "give another folder in tokenizer_path, or use token ids only with skip_tokenizer_init=True"
         raise ValueError(f"{(config.model.tokenizer_path or model.path)!r} has no tokenizer; {remedy}")
@@ -324,7 +325,7 @@ def _scheduler_settings(config: EngineConfig, model: ModelFacts, *, is_on_gpu: b
     default_chunk, default_running = GPU_LIMITS if is_on_gpu else CPU_LIMITS
     if is_on_gpu and model.task != "generate":
         num_tokens = int(EMBEDDER_WORK / _num_parameters(model)) // 1024 * 1024
-        default_chunk = min(max(num_tokens, default_chunk), MOST_EMBEDDER_TOKENS)
+        default_chunk = min(max(num_tokens, default_chunk), MAX_EMBEDDER_TOKENS)
     chunk = default_chunk if wanted.chunk_tokens is None else wanted.chunk_tokens
     if wanted.chunk_tokens == -1:
         chunk = length

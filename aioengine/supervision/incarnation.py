@@ -169,7 +169,7 @@ class Incarnation:
         self._launcher = make_launcher(settings, roles)
         self._heartbeats = Heartbeats(stall_timeout_s)
         self._startup_timeout_s = startup_timeout_s
-        self._most_unsent_tokens = settings.scheduler.chunk_tokens // 4
+        self._max_unsent_tokens = settings.scheduler.chunk_tokens // 4
         self._on_messages = on_messages
         self._on_loss = on_loss
         self._on_progress: Callable[[Progress], None] | None = None
@@ -301,7 +301,7 @@ class Incarnation:
             self._unsent.append(message)
             if isinstance(message, Submit):
                 self._num_unsent_tokens += len(message.prompt_token_ids)
-        if self._num_unsent_tokens >= self._most_unsent_tokens:
+        if self._num_unsent_tokens >= self._max_unsent_tokens:
             self._flush()
         elif self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_soon(self._flush)

@@ -118,7 +118,7 @@ class Shape:
     def decode(self, num_rows: int, *, prints_kernels: bool) -> Measured:
         """Measure a step of ``num_rows`` rows, or of as many as have pages at once."""
         steps = self.steps()
-        num_rows = min(num_rows, max(self._most_rows(), 1))
+        num_rows = min(num_rows, max(self._max_rows(), 1))
         run(steps, num_rows, num_cached=self._num_cached, num_steps=NUM_STEPS, first_uid=0)
         median = {name: statistics.median(values) for name, values in steps.parts.items()}
         if prints_kernels:
@@ -129,7 +129,7 @@ class Shape:
         finish(steps)
         return Measured(median["wall"], median["wall"] - median["collect"], num_rows, hits)
 
-    def _most_rows(self) -> int:
+    def _max_rows(self) -> int:
         """Return the number of rows that have pages until the last step of ``decode``. While others are filled, one row
         gets a token per step.
         """

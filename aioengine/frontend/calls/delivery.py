@@ -114,9 +114,9 @@ class Delivery:
         if self._calls_to_wake or self._ends:
             asyncio.get_running_loop().call_soon(self.wake)
 
-    def end_rows(self, most: int = sys.maxsize) -> None:
-        """End up to ``most`` rows whose ends have arrived."""
-        ends, self._ends = self._ends[:most], self._ends[most:]
+    def end_rows(self, max_ended: int = sys.maxsize) -> None:
+        """End up to ``max_ended`` rows whose ends have arrived."""
+        ends, self._ends = self._ends[:max_ended], self._ends[max_ended:]
         ended: list[CallRow] = []
         with self._lock:
             now = time.monotonic()

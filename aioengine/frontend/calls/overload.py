@@ -133,15 +133,15 @@ class QueueLimits:
             RequestTooLargeError: it does not fit with the other rows of its call.
             EngineOverloadedError: it does not fit with other calls.
         """
-        call, most = row.call, self._config.max_logprob_bytes
-        if call.num_logprob_bytes + num_bytes > most:
+        call, limit = row.call, self._config.max_logprob_bytes
+        if call.num_logprob_bytes + num_bytes > limit:
             others = f", besides {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
             raise RequestTooLargeError(
-                f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={most} are allowed; lower "
+                f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={limit} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
             )
         if num_bytes > self.num_free_logprob_bytes:
-            message = f"the engine is overloaded: open requests use max_logprob_bytes={most}; try again later"
+            message = f"the engine is overloaded: open requests use max_logprob_bytes={limit}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
         call.on_logprobs_freed = self._count_freed_logprobs
         row.num_logprob_bytes = num_bytes

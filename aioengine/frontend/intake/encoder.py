@@ -74,17 +74,17 @@ class TextSizes(NamedTuple):
 
         Each cut adds at most as many tokens as the longest token has bytes.
         """
-        least = 0
+        min_tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = text[start : start + PIECE_CHARACTERS]
             [ids] = tokenizer.encode_batch([piece], add_special_tokens=False)
-            least += max(0, len(ids) - self.longest_token)
-            self._check_tokens(least)
+            min_tokens += max(0, len(ids) - self.longest_token)
+            self._check_tokens(min_tokens)
 
-    def _check_tokens(self, least: int) -> None:
-        if least > self.max_tokens:
+    def _check_tokens(self, min_tokens: int) -> None:
+        if min_tokens > self.max_tokens:
             limit = f"at most {self.max_tokens} are allowed (the smaller of context_length and max_total_tokens)"
-            raise RequestTooLargeError(f"the prompt has at least {least} tokens; {limit}")
+            raise RequestTooLargeError(f"the prompt has at least {min_tokens} tokens; {limit}")
 
 
 def longest_token(facts: Mapping[str, object]) -> int | None:

@@ -219,12 +219,12 @@ def check_lengths(rules: LogprobRules, *, num_prompt_tokens: int, num_output: in
         raise checks.wrong_value(
             "logprob_start_len", f"at most {num_prompt_tokens}, the tokens of the prompt", rules.start
         )
-    for what, num_positions, most in (
+    for what, num_positions, limit in (
         ("prompt", rules.num_prompt_positions(num_prompt_tokens), MAX_PROMPT_VALUES),
         ("output", num_output, MAX_OUTPUT_VALUES),
     ):
-        if num_positions * rules.num_values > most:
+        if num_positions * rules.num_values > limit:
             raise RequestTooLargeError(
-                f"{rules.num_values} logprobs at each of {num_positions} {what} tokens are more than {most:,}; lower "
+                f"{rules.num_values} logprobs at each of {num_positions} {what} tokens are more than {limit:,}; lower "
                 "top_logprobs_num, or " + ("raise logprob_start_len" if what == "prompt" else "max_new_tokens")
             )

@@ -155,8 +155,8 @@ class Submitter:
                 self._start_rows(call, call.encoded, call.tokenize_s)
                 return
             first = call.num_started // request.num_samples
-            most = max(1, call.num_startable // request.num_samples)
-            prompts = request.prompts[first : min(first + most, request.num_registered)]
+            max_prompts = max(1, call.num_startable // request.num_samples)
+            prompts = request.prompts[first : min(first + max_prompts, request.num_registered)]
             if not prompts:
                 return
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):

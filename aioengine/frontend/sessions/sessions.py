@@ -361,9 +361,9 @@ class Sessions:
     def _keep_images(self, session: Session, media: list[Media]) -> None:
         """Keep the images of a new turn. Raises ValueError or EngineOverloadedError if there are too many."""
         assert self._images is not None
-        most = self._images.model.limits.max_images_per_prompt
-        if len(media) > most:
-            raise ValueError(f"prompt and history have {len(media)} images; the limit is max_images_per_prompt={most}")
+        limit = self._images.model.limits.max_images_per_prompt
+        if len(media) > limit:
+            raise ValueError(f"prompt and history have {len(media)} images; the limit is max_images_per_prompt={limit}")
         contents = [image.content for image in media]
         self._images.keep(set(contents) - session.images.keys())
         session.images.update(contents)

@@ -423,14 +423,14 @@ def head_group(num_heads: int, pool: Pool) -> HeadGroup:
         tile = AttentionTile(16, 32, 4, 1) if keys.dtype == torch.float32 else AttentionTile(ROWS, BLOCK, 8, 2)
         return HeadGroup(tile, tile, min(num_heads, tile.rows))
     group = num_heads // keys.shape[1]
-    least = next_power_of_2(group)
+    min_rows = next_power_of_2(group)
     is_wide = next_power_of_2(keys.shape[3]) * max(keys.itemsize, 2) > 256
-    tile = AttentionTile(max(ROWS, least), BLOCK, *((8, 2) if is_wide else (4, 3)))
+    tile = AttentionTile(max(ROWS, min_rows), BLOCK, *((8, 2) if is_wide else (4, 3)))
     if keys.dtype == torch.float32 or keys.itemsize == 1:
         return HeadGroup(tile, tile, group)
     if has_dependent_launch() and not is_wide:
-        tile = AttentionTile(max(LARGE, least), LARGE, 8, 5)
-    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, least), tile.block, 4, 2), group)
+        tile = AttentionTile(max(LARGE, min_rows), LARGE, 8, 5)
+    return HeadGroup(tile, AttentionTile(max(DECODE_ROWS, min_rows), tile.block, 4, 2), group)
 
 
 def split_size(pool: Pool, tile: AttentionTile) -> int:

@@ -245,8 +245,8 @@ def serves(codes: DeviceCodes) -> bool:
 def is_fast(codes: DeviceCodes, x: Tensor) -> bool:
     """Return whether ``matmul`` is faster than other products, and x [T, I] has no more bits than a pair."""
     if codes.numbers.dtype != FP8:
-        least = 1 if codes.group == codes.shape[1] else 2
-        return x.dtype != torch.float32 and least <= len(x) <= MAX_INT8_PAIRS
+        min_rows = 1 if codes.group == codes.shape[1] else 2
+        return x.dtype != torch.float32 and min_rows <= len(x) <= MAX_INT8_PAIRS
     return x.dtype == torch.bfloat16 and len(x) <= (MAX_FP8_ROWS if codes.shape[0] <= FEW_OUTPUTS else MAX_FP8_PAIRS)
 
 

@@ -153,8 +153,8 @@ def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, *, is_gate
 
 def serves(size: int, group: int, bits: int) -> bool:
     """Return whether ``matmul`` supports weights with these inputs, inputs per scale, and bits."""
-    least = 16 if bits == 8 else PIECES[0] // 4
-    return size % PIECES[0] == 0 and (group % PIECES[0] == 0 or (group >= least and PIECES[0] % group == 0))
+    min_group = 16 if bits == 8 else PIECES[0] // 4
+    return size % PIECES[0] == 0 and (group % PIECES[0] == 0 or (group >= min_group and PIECES[0] % group == 0))
 
 
 def max_rows(codes: DeviceCodes) -> int:
@@ -171,7 +171,7 @@ def shape_of_programs(num_outputs: int, size: int, group: int, bits: int, num_ro
         if num_rows > SMALL_ROWS:
             tile = CodeTile(128, SMALL_ROWS, 8, PROCESSORS, size // 4)
     else:
-        tile = next(tile for most, tile in TILES["many" if is_large else "few"].items() if num_rows <= most)
+        tile = next(tile for limit, tile in TILES["many" if is_large else "few"].items() if num_rows <= limit)
         if size > MANY_INPUTS and num_rows <= SMALL_ROWS // 2 and not is_large:
             tile = tile._replace(programs=2 * tile.programs)
     rows = min(max(next_power_of_2(num_rows), MIN_ROWS), tile.rows)

@@ -246,7 +246,7 @@ def tiles_for(
     if batch_invariant:
         return INVARIANT, INVARIANT
     tiles = CODE_TILES if is_coded else TILES
-    return next((first, second) for most, first, second in tiles if num_pairs <= most * num_experts)
+    return next((first, second) for max_pairs, first, second in tiles if num_pairs <= max_pairs * num_experts)
 
 
 def compute(

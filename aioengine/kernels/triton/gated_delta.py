@@ -28,10 +28,10 @@ from aioengine.kernels.triton.activation import silu_of, softplus_of
 from aioengine.kernels.triton.causal_conv import TOKENS, rows_key, span_of
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
-LEAST_TOKENS: Final = 32
+MIN_TOKENS: Final = 32
 """Rows with at least this many tokens are faster in blocks than token by token."""
 
-LEAST = tl.constexpr(LEAST_TOKENS)
+MIN_COUNT = tl.constexpr(MIN_TOKENS)
 LEVELS = tl.constexpr(BLOCK_TOKENS.bit_length() - 1)
 EPSILON = tl.constexpr(1e-6)
 
@@ -142,7 +142,7 @@ def _solve_kernel(
     row = tl.load(blocks + 2 * block)
     first = tl.load(blocks + 2 * block + 1)
     begin, count = span_of(ends, row)
-    if (count < LEAST) | (first >= count):
+    if (count < MIN_COUNT) | (first >= count):
         return
     keys, values, order = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, TOKENS)
     is_token = first + order < count
@@ -188,7 +188,7 @@ def _rows_kernel(
     """Compute the outputs and the state of a row, block after block."""
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)
-    if count < LEAST:
+    if count < MIN_COUNT:
         return
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -226,7 +226,7 @@ def _rows_kernel(
 def compute_blocks(
     channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows, *, out: Tensor, key: tuple[object, ...]
 ) -> None:
-    """Write the outputs [T, H, V] and the states of rows with at least ``LEAST_TOKENS`` tokens.
+    """Write the outputs [T, H, V] and the states of rows with at least ``MIN_TOKENS`` tokens.
 
     channels: [T, C]. state: [N, H, K, V]. key: the ``KernelLauncher`` key of these tensors.
     """
@@ -267,9 +267,9 @@ def _scan_kernel(
     slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
     gate_stride: tl.tensor, num_heads: tl.tensor, scale: tl.tensor,
     GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_COUNT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute the outputs and the state of a row of up to ``MOST`` tokens, token after token."""
+    """Compute the outputs and the state of a row of up to ``MAX_COUNT`` tokens, token after token."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     keys = tl.arange(0, BLOCK_K)
@@ -278,7 +278,7 @@ def _scan_kernel(
     inside = is_key[:, None] & is_value[None, :]
     begin, count = span_of(ends, row)
     end = begin + count
-    if (count > MOST) | (count == 0):
+    if (count > MAX_COUNT) | (count == 0):
         return
     places, matrix = load_matrix(state, slots, starts, row, num_heads, head, keys, values, is_value, KEYS, VALUES)
     rate, bias = tl.load(log_rates + head), tl.load(biases + head)
@@ -330,11 +330,11 @@ def gated_delta(channels: Tensor, gates: DeltaGates, state: Tensor, rows: StateR
     group, block_k = num_heads // num_key_heads, next_power_of_2(key_size)
     stride = gates.steps.stride(0)
     has_blocks = in_blocks and rows.blocks is not None
-    most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
+    max_count = MIN_TOKENS - 1 if has_blocks else sys.maxsize
     block_v = min(SCAN_VALUES, next_power_of_2(value_size))
     sizes = group, key_size, value_size
     tensors = channels, *gates, state, rows.slots, rows.starts, rows.ends, out
-    arguments = (*tensors, num_channels, stride, num_heads, key_size**-0.5, *sizes, block_k, block_v, most)
+    arguments = (*tensors, num_channels, stride, num_heads, key_size**-0.5, *sizes, block_k, block_v, max_count)
     key = channels.dtype, num_channels, stride, num_heads, *sizes, *alignments(gates.steps, gates.scores, state)
     key = (*key, has_blocks, *rows_key(rows))
     _scan_kernel((-(-value_size // block_v), num_heads, len(rows.slots)), key, arguments, {"num_warps": 1})

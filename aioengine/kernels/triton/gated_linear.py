@@ -84,7 +84,7 @@ def shape_of_programs(num_outputs: int, size: int, num_rows: int) -> GatedProgra
     max_rows = next((rows for outputs, rows in MAX_GATED_ROWS.items() if num_outputs >= outputs), 0)
     if size % 64 or num_rows == 1 or num_rows > max_rows:
         return None
-    return next(programs for most, programs in PROGRAMS.items() if num_rows <= most)
+    return next(programs for max_rows, programs in PROGRAMS.items() if num_rows <= max_rows)
 
 
 def compile_specializations(weight: Tensor) -> None:

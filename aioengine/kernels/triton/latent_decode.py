@@ -41,12 +41,12 @@ MERGED_ELEMENTS = 8192
 
 
 class Parts(NamedTuple):
-    """How rows are divided: into up to ``few`` parts; if these are longer than ``LONG``, into up to ``most`` parts (a
+    """How rows are divided: into up to ``few`` parts; if these are longer than ``LONG``, into up to ``many`` parts (a
     power of 2).
     """
 
     few: int
-    most: int
+    many: int
 
 
 def tile_for(num_rows: int, num_heads: int) -> AttentionTile:
@@ -55,22 +55,22 @@ def tile_for(num_rows: int, num_heads: int) -> AttentionTile:
 
 
 @triton.jit
-def part_size(length: tl.tensor, few_parts: tl.tensor, most_parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def part_size(length: tl.tensor, few_parts: tl.tensor, many_parts: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Return the number of positions per part of a row. The last part may be shorter."""
     return tl.minimum(
         tl.cdiv(tl.cdiv(length, few_parts), BLOCK) * BLOCK,
-        tl.maximum(tl.cdiv(tl.cdiv(length, most_parts), BLOCK) * BLOCK, LONG),
+        tl.maximum(tl.cdiv(tl.cdiv(length, many_parts), BLOCK) * BLOCK, LONG),
     )
 
 
 @kernel(
-    do_not_specialize=["few_parts", "most_parts"],
+    do_not_specialize=["few_parts", "many_parts"],
     do_not_specialize_on_alignment=["page_starts", "last_lengths", "page_ids"],
 )
 def _parts_kernel(
     latent: tl.tensor, rotated: tl.tensor, keys: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor,
     page_ids: tl.tensor, part_sums: tl.tensor, part_stats: tl.tensor, out: tl.tensor, scale: tl.tensor,
-    few_parts: tl.tensor, most_parts: tl.tensor,
+    few_parts: tl.tensor, many_parts: tl.tensor,
     LATENT_ROW: tl.constexpr, LATENT_HEAD: tl.constexpr, ROTATED_ROW: tl.constexpr, ROTATED_HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr, MORE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,7 +78,7 @@ def _parts_kernel(
     """Attend with some heads of a row to one part of its positions."""
     row, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first_page, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
-    size = part_size(length, few_parts, most_parts, BLOCK)
+    size = part_size(length, few_parts, many_parts, BLOCK)
     start = part * size
     if start >= length:
         return
@@ -111,14 +111,14 @@ def _parts_kernel(
     if size >= length:
         store_attended(out, row * NUM_HEADS + heads, is_head, (highest, total, sums), None, heads, None, VALUE_SIZE)
     else:
-        targets = (row * most_parts + part) * NUM_HEADS + heads
+        targets = (row * many_parts + part) * NUM_HEADS + heads
         store_split(part_sums, part_stats, targets, (highest, total, sums), is_head, VALUE_SIZE)
 
 
-@kernel(do_not_specialize=["few_parts", "most_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
+@kernel(do_not_specialize=["few_parts", "many_parts"], do_not_specialize_on_alignment=["page_starts", "last_lengths"])
 def _merge_kernel(
     part_sums: tl.tensor, part_stats: tl.tensor, page_starts: tl.tensor, last_lengths: tl.tensor, out: tl.tensor,
-    few_parts: tl.tensor, most_parts: tl.tensor,
+    few_parts: tl.tensor, many_parts: tl.tensor,
     NUM_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -126,12 +126,12 @@ def _merge_kernel(
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     _, length = pages_of(row, page_starts, last_lengths, PAGE_SIZE)
-    size = part_size(length, few_parts, most_parts, BLOCK)
+    size = part_size(length, few_parts, many_parts, BLOCK)
     if size >= length:
         return
     parts = tl.arange(0, PARTS)
     is_part = parts * size < length
-    sources = (row * most_parts + parts) * NUM_HEADS + head
+    sources = (row * many_parts + parts) * NUM_HEADS + head
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < VALUE_SIZE
     pointers = part_sums + (sources * VALUE_SIZE)[:, None] + columns[None, :]
@@ -153,19 +153,19 @@ def attend(queries: Queries, keys: Tensor, rows: PagedRows, parts: Parts, *, sca
     page_size, key_size = keys.shape[2:]
     tile = tile_for(num_rows, num_heads)
     columns, more = (max(next_power_of_2(size), 16) for size in (value_size, key_size - value_size))
-    num_merged = 0 if parts.most == 1 else num_rows
-    sums = torch.empty(num_merged, parts.most, num_heads, value_size, dtype=torch.float32, device=latent.device)
-    stats = torch.empty(num_merged, parts.most, num_heads, 2, dtype=torch.float32, device=latent.device)
+    num_merged = 0 if parts.many == 1 else num_rows
+    sums = torch.empty(num_merged, parts.many, num_heads, value_size, dtype=torch.float32, device=latent.device)
+    stats = torch.empty(num_merged, parts.many, num_heads, 2, dtype=torch.float32, device=latent.device)
     tensors = latent, rotated, keys, rows.page_starts, rows.last_lengths, rows.page_ids, sums, stats, out
     strides = *latent.stride()[:2], *rotated.stride()[:2]
     sizes = (*strides, num_heads, page_size, key_size, value_size, columns, more, tile.rows, tile.block)
     key = latent.dtype, sizes, tile, *alignments(latent, rotated, keys, sums, stats, out)
-    grid = -(-num_heads // tile.rows), num_rows, parts.most
+    grid = -(-num_heads // tile.rows), num_rows, parts.many
     _parts_kernel(grid, key, (*tensors, scale / math.log(2), *parts, *sizes), tile.options)
     if not num_merged:
         return
-    merged = max(min(MERGED_ELEMENTS // parts.most, columns), 32)
-    sizes = num_heads, page_size, value_size, parts.most, merged, tile.block
+    merged = max(min(MERGED_ELEMENTS // parts.many, columns), 32)
+    sizes = num_heads, page_size, value_size, parts.many, merged, tile.block
     key = out.dtype, sizes, *alignments(sums, stats, out)
     tensors = sums, stats, rows.page_starts, rows.last_lengths, out
     _merge_kernel((-(-value_size // merged), num_heads, num_rows), key, (*tensors, *parts, *sizes), {"num_warps": 4})

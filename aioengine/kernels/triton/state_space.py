@@ -20,20 +20,20 @@ from torch import Tensor
 from aioengine.kernels.state_types import SpaceWeights, StateRows
 from aioengine.kernels.triton.activation import softplus_of
 from aioengine.kernels.triton.causal_conv import TOKENS, rows_key, span_of
-from aioengine.kernels.triton.gated_delta import BLOCK_VALUES, LEAST_TOKENS, SCAN_VALUES, decayed, load_matrix
+from aioengine.kernels.triton.gated_delta import BLOCK_VALUES, MIN_TOKENS, SCAN_VALUES, decayed, load_matrix
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2
 
-_MOST_KEYS: Final = 128
+_MAX_KEYS: Final = 128
 """Blocks of larger b and c do not fit into shared memory."""
 
 
 @triton.jit
 def _times(
-    steps: tl.tensor, inside: tl.tensor, bias: tl.tensor, LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr
+    steps: tl.tensor, inside: tl.tensor, bias: tl.tensor, MIN_TIME: tl.constexpr, MAX_TIME: tl.constexpr
 ) -> tl.tensor:
     """Return dt; 0 where not ``inside``."""
     step = softplus_of(tl.load(steps, mask=inside, other=0.0).to(tl.float32) + bias)
-    return tl.where(inside, tl.minimum(tl.maximum(step, LEAST_TIME), MOST_TIME), 0.0)
+    return tl.where(inside, tl.minimum(tl.maximum(step, MIN_TIME), MAX_TIME), 0.0)
 
 
 @kernel()
@@ -42,12 +42,13 @@ def _rows_kernel(
     slots: tl.tensor, starts: tl.tensor, ends: tl.tensor, out: tl.tensor, num_channels: tl.tensor,
     step_stride: tl.tensor, num_heads: tl.tensor,
     GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    LEAST_TIME: tl.constexpr, MOST_TIME: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, IN_BLOCKS: tl.constexpr,
+    MIN_TIME: tl.constexpr, MAX_TIME: tl.constexpr, MIN_COUNT: tl.constexpr, MAX_COUNT: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute rows of ``LEAST`` to ``MOST`` tokens."""
+    """Compute rows of ``MIN_COUNT`` to ``MAX_COUNT`` tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     begin, count = span_of(ends, row)
-    if (count < LEAST) | (count > MOST):
+    if (count < MIN_COUNT) | (count > MAX_COUNT):
         return
     keys, order = tl.arange(0, BLOCK_K), tl.arange(0, TOKENS)
     values = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -59,7 +60,7 @@ def _rows_kernel(
         for first in range(0, count, TOKENS):
             is_token = first + order < count
             tokens = begin + first + order
-            time = _times(steps + tokens * step_stride + head, is_token, bias, LEAST_TIME, MOST_TIME)
+            time = _times(steps + tokens * step_stride + head, is_token, bias, MIN_TIME, MAX_TIME)
             total = tl.cumsum(rate * time, 0)
             whole = tl.sum(rate * time, 0)
             at = channels + tokens[:, None] * num_channels
@@ -84,7 +85,7 @@ def _rows_kernel(
             b = tl.load(at + first_key + keys, mask=is_key, other=0.0).to(tl.float32)
             c = tl.load(at + first_key + num_heads // GROUP * KEYS + keys, mask=is_key, other=0.0).to(tl.float32)
             x = tl.load(at + head * VALUES + values, mask=is_value, other=0.0).to(tl.float32)
-            time = _times(steps + token * step_stride + head, token >= begin, bias, LEAST_TIME, MOST_TIME)
+            time = _times(steps + token * step_stride + head, token >= begin, bias, MIN_TIME, MAX_TIME)
             matrix = matrix * tl.exp(rate * time) + b[:, None] * (time * x)[None, :]
             result = tl.sum(matrix * c[:, None], 0) + skip * x
             head_out = out + (token * num_heads + head) * VALUES
@@ -101,16 +102,16 @@ def state_space(
     num_groups = (num_channels - num_heads * value_size) // (2 * key_size)
     make = torch.empty if rows.blocks is None else torch.zeros  # padding tokens belong to no row
     out = make((num_tokens, num_heads, value_size), dtype=channels.dtype, device=channels.device)
-    has_blocks = in_blocks and rows.blocks is not None and key_size <= _MOST_KEYS
+    has_blocks = in_blocks and rows.blocks is not None and key_size <= _MAX_KEYS
     tensors = channels, steps, weights.log_rate, weights.bias, weights.skip, state, rows.slots, rows.starts, rows.ends
     sizes = num_channels, steps.stride(0), num_heads, num_heads // num_groups, key_size, value_size
     key = (channels.dtype, *sizes, *weights.limits, *alignments(steps, state), has_blocks, *rows_key(rows))
     block_k, block_v = max(next_power_of_2(key_size), 16), max(next_power_of_2(value_size), 16)
-    most = LEAST_TOKENS - 1 if has_blocks else sys.maxsize
-    forms = (False, SCAN_VALUES, 1, most, 1), (True, BLOCK_VALUES, LEAST_TOKENS, sys.maxsize, 8)
-    for in_blocks, max_values, least, most, num_warps in forms[: 1 + has_blocks]:
+    max_count = MIN_TOKENS - 1 if has_blocks else sys.maxsize
+    forms = (False, SCAN_VALUES, 1, max_count, 1), (True, BLOCK_VALUES, MIN_TOKENS, sys.maxsize, 8)
+    for in_blocks, max_values, min_count, max_count, num_warps in forms[: 1 + has_blocks]:
         blocks = block_k, min(block_v, max_values)
         grid = (-(-value_size // blocks[1]), num_heads, len(rows.slots))
-        arguments = (*tensors, out, *sizes, *blocks, *weights.limits, least, most, in_blocks)
+        arguments = (*tensors, out, *sizes, *blocks, *weights.limits, min_count, max_count, in_blocks)
         _rows_kernel(grid, (*key, in_blocks), arguments, {"num_warps": num_warps})
     return out

@@ -127,9 +127,9 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor |
     key = logits.dtype, logits.stride(0), width, logits.data_ptr() % 16
     arguments = (*rows, summary, summary.stride(0))
     _summary_kernel((num_rows, num_blocks, 1), key, arguments, {"num_warps": 1})
-    blocks, most = next_power_of_2(num_blocks), FEW if num_top <= FEW else MANY
+    blocks, max_top = next_power_of_2(num_blocks), FEW if num_top <= FEW else MANY
     # without requested tokens, any pointer: it is not read
     tokens = token_ids, num_top, token_ids if requested is None else requested, num_requested
-    arguments = (*rows, summary, num_blocks, *tokens, out, blocks, most)
-    _measure_kernel((num_rows, 1, 1), (*key, most), arguments, {"num_warps": 4 if most == FEW else 8})
+    arguments = (*rows, summary, num_blocks, *tokens, out, blocks, max_top)
+    _measure_kernel((num_rows, 1, 1), (*key, max_top), arguments, {"num_warps": 4 if max_top == FEW else 8})
     return out

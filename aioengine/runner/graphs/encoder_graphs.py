@@ -23,7 +23,7 @@ from aioengine.runner.timing import profiled
 
 TOKENS_PER_ROW = 16
 """Number of tokens of a graph per row. More rows would be slower, because attention starts programs for each row."""
-LEAST_ROWS = 8
+MIN_ROWS = 8
 """Minimum number of rows of a graph, if it has as many tokens and a step may have as many rows."""
 
 
@@ -105,7 +105,7 @@ class EncoderGraphs:
         return next((step for step in self._steps if num_tokens <= step.num_tokens and num_rows <= step.num_rows), None)
 
     def _captured(self, size: int, pool: torch.cuda._POOL_HANDLE) -> EncoderStep:
-        num_rows = min(max(size // TOKENS_PER_ROW, LEAST_ROWS), size, self._max_rows)
+        num_rows = min(max(size // TOKENS_PER_ROW, MIN_ROWS), size, self._max_rows)
         step, spec = EncoderStep(size, num_rows, self._device, returns_all=self._returns_all), self._model.input_spec
         inputs = ModelInputs(
             positions=step.positions,

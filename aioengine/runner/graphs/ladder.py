@@ -57,5 +57,5 @@ def longest_graph(settings: Settings, num_active: int) -> int:
     if not settings.runner.cuda_graph_max_rows:
         return 0
     is_encoder = settings.runner.attention_backend == PACKED
-    most = MAX_ENCODER_TOKENS if is_encoder else MAX_WARM_TOKENS
-    return min(settings.scheduler.max_step_tokens, int(_WORK / num_active), most)
+    max_tokens = MAX_ENCODER_TOKENS if is_encoder else MAX_WARM_TOKENS
+    return min(settings.scheduler.max_step_tokens, int(_WORK / num_active), max_tokens)

@@ -86,8 +86,8 @@ class RayPlaces:
 
     def config_of_a_node(self, config: EngineConfig) -> EngineConfig:
         """Return the config of a node: its replicas are those that share cores or visible GPUs."""
-        most = 1 if self._num_gpus else max(Counter(self._nodes).values())
-        return replace(config, supervision=replace(config.supervision, num_replicas=most))
+        num_replicas = 1 if self._num_gpus else max(Counter(self._nodes).values())
+        return replace(config, supervision=replace(config.supervision, num_replicas=num_replicas))
 
     def index_on_node(self, number: int) -> int:
         """Return the index of a replica among the replicas that share its cores or its visible GPUs."""

@@ -129,17 +129,17 @@ for ours, expected in zip(*outputs):
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 """
 CHOICE = """
-def first(rows, most=1 << 20):
+def first(rows, max_positions=1 << 20):
     queries, lengths = np.array(rows, dtype=np.int32).T
-    return _latent.first_expanded(queries, lengths, 16, most)
+    return _latent.first_expanded(queries, lengths, 16, max_positions)
 
 assert first([(1, 4096)] * 3) == 3, "rows of one token"
 assert first([(1, 4096), (4096, 4096), (2048, 8192)]) == 1, "long rows"
 assert first([(1, 4096), (4096, 4096), (9, 300)]) == 1, "last chunk of a short row after a long row"
 assert first([(1, 4096), (4096, 4096), (9, 1 << 18)]) == 3, "last chunk of a long row"
 assert first([(1, 4096), (60, 60)]) == 1, "a short prompt"
-assert first([(2048, 65536), (4096, 4096)], most=8192) == 1, "positions exceed the limit"
-assert first([(2048, 65536)], most=8192) == 1, "one row exceeds the limit"
+assert first([(2048, 65536), (4096, 4096)], max_positions=8192) == 1, "positions exceed the limit"
+assert first([(2048, 65536)], max_positions=8192) == 1, "one row exceeds the limit"
 """
 
 

@@ -221,7 +221,7 @@ def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.Mon
         outputs = torch.stack([half.cumsum(3)[..., -1, :] for half in halves]).sum(0)
         return outputs.to(q.dtype), outputs[..., 0]
 
-    monkeypatch.setattr(_cpu_kernels, "MOST_ROWS", 40)
+    monkeypatch.setattr(_cpu_kernels, "MAX_ROWS", 40)
     monkeypatch.setattr(_cpu_kernels, "TRIED_OFFSETS", (0, 5))
     monkeypatch.setattr(_cpu_kernels, "TRIED_TIMES", (1, 2))
     assert _cpu_kernels._matches(attend, 4, 192, head_size=8, dtype=torch.bfloat16)

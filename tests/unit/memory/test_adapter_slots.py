@@ -275,7 +275,7 @@ class Events:
         self.desk = Desk(num_slots, quantum=quantum)
         self.num_asked = 0
         self.pinned: dict[int, Key] = {}
-        self.most_pins = num_slots - 1
+        self.max_pins = num_slots - 1
 
     def ask(self, number: int) -> None:
         self.desk.ask(self.num_asked, ALL[number % len(ALL)])
@@ -292,7 +292,7 @@ class Events:
         self.desk.assign(ALL[number % 2 :])
 
     def pin(self, number: int) -> None:
-        if len(self.pinned) < self.most_pins:
+        if len(self.pinned) < self.max_pins:
             self.pinned[number] = ALL[number % len(ALL)]
             self.desk.slots.pin(self.pinned[number], number)
 

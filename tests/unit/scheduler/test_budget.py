@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.scheduler.admission import LEAST_SHARE, TokenBudget
+from aioengine.scheduler.admission import MIN_SHARE, TokenBudget
 from aioengine.settings.config import SchedulerSettings
 
 
@@ -59,4 +59,4 @@ def test_the_budget_is_used_up_and_not_exceeded(chunk_tokens: int, wanted: list[
     assert sum(shares) == min(sum(wanted), chunk_tokens)
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
     if wanted:
-        assert shares[0] >= min(wanted[0], max(chunk_tokens // 2, LEAST_SHARE), chunk_tokens)
+        assert shares[0] >= min(wanted[0], max(chunk_tokens // 2, MIN_SHARE), chunk_tokens)

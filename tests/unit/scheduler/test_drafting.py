@@ -20,7 +20,7 @@ from aioengine.scheduler.drafting import (
     DraftCosts,
 )
 
-MOST = 7
+MAX_DRAFTS = 7
 
 
 def measured(
@@ -71,7 +71,7 @@ def test_steps_with_always_the_same_number_of_drafts_have_a_price() -> None:
 
 def test_without_measurements_drafts_are_free() -> None:
     assert DraftCosts().price(5) == (0.0, 0.0)
-    assert Acceptance(0.5).count((0.0, 0.0), MOST) == MOST
+    assert Acceptance(0.5).count((0.0, 0.0), MAX_DRAFTS) == MAX_DRAFTS
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_without_measurements_drafts_are_free() -> None:
     [(7, 0.5, 7), (7, 0.95, 5), (3, 0.1, 7), (3, 0.4, 3), (3, 0.7, 1), (0, 0.1, PROBE), (3, 1.5, PROBE)],
 )
 def test_a_row_gets_the_drafts_that_are_worth_their_price(accepted: int, price: float, count: int) -> None:
-    assert accepting(MOST, accepted).count((price, 0.0), MOST) == count
+    assert accepting(MAX_DRAFTS, accepted).count((price, 0.0), MAX_DRAFTS) == count
 
 
 def test_drafts_stop_with_more_rows() -> None:
@@ -87,7 +87,7 @@ def test_drafts_stop_with_more_rows() -> None:
     counts = {}
     for num_rows in (1, 8, 64):
         costs = measured(plain_s=1.0, draft_s=0.02, num_rows=num_rows)
-        counts[num_rows] = accepting(MOST, 2).count(costs.price(num_rows), MOST)
+        counts[num_rows] = accepting(MAX_DRAFTS, 2).count(costs.price(num_rows), MAX_DRAFTS)
     assert counts[1] > counts[8] > counts[64] == PROBE
 
 
@@ -96,21 +96,21 @@ def test_drafts_that_are_never_accepted_stop_and_are_probed_ever_more_rarely() -
     for step in range(4000):
         if not acceptance.is_paused():
             probes.append(step)
-            acceptance.note(acceptance.count((0.1, 0.0), MOST), 0)
+            acceptance.note(acceptance.count((0.1, 0.0), MAX_DRAFTS), 0)
     pauses = [after - before - 1 for before, after in itertools.pairwise(probes)]
     assert len(probes) < 40
     assert pauses[-5:] == [MAX_PAUSE] * 5
 
 
 def test_drafts_begin_again_when_they_are_accepted() -> None:
-    acceptance = accepting(MOST, 0)
+    acceptance = accepting(MAX_DRAFTS, 0)
     counts = []
     for _ in range(2 * MAX_PAUSE):
         if not acceptance.is_paused():
-            counts.append(acceptance.count((0.1, 0.0), MOST))
+            counts.append(acceptance.count((0.1, 0.0), MAX_DRAFTS))
             acceptance.note(counts[-1], counts[-1])
     assert counts[0] == PROBE
-    assert counts[-1] == MOST
+    assert counts[-1] == MAX_DRAFTS
 
 
 def test_drafts_that_are_never_found_are_looked_for_ever_more_rarely() -> None:
@@ -131,9 +131,9 @@ def test_drafts_that_are_never_found_are_looked_for_ever_more_rarely() -> None:
 
 def test_drafts_must_pay_for_a_step_that_costs_more() -> None:
     """On a GPU, a step with drafts may not overlap the one before."""
-    accepting_some = accepting(MOST, 1)
-    assert accepting_some.count((0.1, 0.2), MOST) > PROBE
-    assert accepting_some.count((0.1, 0.7), MOST) == PROBE
+    accepting_some = accepting(MAX_DRAFTS, 1)
+    assert accepting_some.count((0.1, 0.2), MAX_DRAFTS) > PROBE
+    assert accepting_some.count((0.1, 0.7), MAX_DRAFTS) == PROBE
 
 
 def test_the_time_of_a_plain_step_is_not_the_one_that_the_next_step_with_drafts_delays() -> None:
@@ -169,12 +169,12 @@ def test_the_rate_of_new_requests_follows_all_requests() -> None:
     noted=st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15)), max_size=60),
     price=st.floats(0, 5),
     price_of_row=st.floats(0, 5),
-    most=st.integers(1, 15),
+    max_drafts=st.integers(1, 15),
 )
 def test_counts_are_within_their_limits(
-    noted: list[tuple[int, int]], price: float, price_of_row: float, most: int
+    noted: list[tuple[int, int]], price: float, price_of_row: float, max_drafts: int
 ) -> None:
     acceptance = Acceptance(0.0)
     for num_proposed, num_accepted in noted:
-        assert 0 <= acceptance.count((price, price_of_row), most) <= most
+        assert 0 <= acceptance.count((price, price_of_row), max_drafts) <= max_drafts
         acceptance.note(num_proposed, min(num_proposed, num_accepted))

@@ -67,11 +67,11 @@ def test_a_stopped_row_ends_with_the_accepted_draft() -> None:
     assert (verification.active, verification.counts, verification.final) == ([], [0], [4])
 
 
-@given(counts=st.lists(st.integers(1, 16), max_size=20), most=st.integers(16, 40))
-def test_groups_of_rows_are_bounded_and_complete(counts: list[int], most: int) -> None:
-    groups = list(row_groups(counts, most))
+@given(counts=st.lists(st.integers(1, 16), max_size=20), max_positions=st.integers(16, 40))
+def test_groups_of_rows_are_bounded_and_complete(counts: list[int], max_positions: int) -> None:
+    groups = list(row_groups(counts, max_positions))
     assert [row for group in groups for row in group] == list(range(len(counts)))
-    assert all(sum(counts[row] for row in group) <= most for group in groups)
+    assert all(sum(counts[row] for row in group) <= max_positions for group in groups)
 
 
 @given(
