@@ -1,5 +1,20 @@
 """Linear layers, which may fuse several layers of the checkpoint.
 
+A ``Linear`` knows which layers it fuses, and which part of them this rank has. Its ``LinearFormat`` knows how weights
+are stored and multiplied. The steps in the life of a layer, and which object makes which:
+
+    __init__          sizes on this rank                          -> LinearSpec
+    weights           Placement.format_of(name)                   -> LinearFormat
+                      LinearFormat.empty(spec)                    -> tensors, uninitialized
+                      LinearFormat.split(spec, name, tensor)      -> one Target per tensor and fused layer
+                      (the runner reads the checkpoint into the targets)
+    finish_loading    LinearFormat.prepare(spec, tensors)         -> PreparedLinear; the tensors are dropped
+    __call__          PreparedLinear.matmul(x)                    -> the outputs; adapters add theirs
+
+    open_for_loading  PreparedLinear.restore()                    -> the tensors, with their current values
+                      (the runner reads new weights into some of them)
+    finish_loading    PreparedLinear.update(tensors), or LinearFormat.prepare again
+
 Shape letters: T tokens, I inputs, O outputs.
 """
 
@@ -71,21 +86,22 @@ class Linear(Layer):
         is_transposed: bool = False,
     ) -> None:
         """Allocate nothing yet, see ``weights``. ``order``: [O]."""
-        self._shard = placement.shard
         self._divided: Axis | None = divided if placement.shard.size > 1 else None
-        self._stored_outputs = self._order = order  # of the joined parts
+        self._stored_outputs = order  # the checkpoint index of each output on this rank, with the parts joined
         sizes, first_input = dict(parts), 0
         self._whole_shapes = {part: (size, in_features) for part, size in parts.items()}
         self._units = units or [Units(size) for size in parts.values()]
         if self._divided == "outputs":
-            self._ranges = self._output_ranges(parts, self._units)
+            stored, self._ranges = _output_shard(parts, rank_ranges(self._units, placement.shard), order)
             sizes = {part: sum(stop - start for start, stop in ranges) for part, ranges in self._ranges.items()}
+            self._stored_outputs = stored
+            if order is not None:  # the tensors are loaded in the order of the checkpoint
+                order = stored.argsort().argsort()
         elif self._divided == "inputs":
             [inputs] = rank_ranges(units or [Units(in_features)], placement.shard)
             self._ranges = dict.fromkeys(parts, (inputs,))
             first_input, in_features = inputs[0], inputs[1] - inputs[0]
-        if self._order is not None:
-            self._order = self._order.to(placement.device)
+        self._order = None if order is None else order.to(placement.device)
         self.sizes = sizes
         self._stores_transposed = is_transposed
         self._placement = placement
@@ -171,19 +187,6 @@ class Linear(Layer):
         """Return whether the checkpoint stores a tensor [...] as [I, outputs]. Quantized weights have other dtypes."""
         return self._stores_transposed and name == "weight" and tensor.dtype == self.spec.dtype
 
-    def _output_ranges(self, parts: Mapping[str, int], units: Sequence[Units]) -> dict[str, Ranges]:
-        """Return the ranges of each part in the checkpoint that this rank loads, and set the order of its outputs."""
-        kept = torch.cat([torch.arange(*pair) for pair in rank_ranges(units, self._shard)])
-        in_checkpoint = kept if self._order is None else self._order[kept]
-        self._stored_outputs = in_checkpoint
-        loaded, order = in_checkpoint.sort()
-        self._order = None if self._order is None else order.argsort()
-        bounds = pairwise(accumulate(parts.values(), initial=0))
-        return {
-            part: _runs((loaded[(loaded >= start) & (loaded < stop)] - start).tolist())
-            for part, (start, stop) in zip(parts, bounds, strict=True)
-        }
-
     def _source(self, part: str, name: str, tensor: Tensor) -> Slice | None:
         """Return the part of a checkpoint tensor that this rank loads into ``tensor`` [...]; None for all of it.
 
@@ -205,21 +208,23 @@ class Linear(Layer):
         self._is_open = False
         if self._order is not None:
             self._reorder(self._order)
-        if self._divided == "inputs" and self._shard.rank and "bias" in self._tensors:
+        if self._divided == "inputs" and self._placement.shard.rank and "bias" in self._tensors:
             self._tensors["bias"].zero_()  # only rank 0 adds the bias to the sum over the ranks
         super().finish_loading()
         if self._prepared is None:
-            if self.joined:
-                self._prepared = self.spec.prepared(
-                    lambda x: torch.cat([part(x) for part in self.joined], 1), dict, update=lambda tensors: None
-                )
-            else:
-                with errors_of(self.name):
-                    self._prepared = self._format.prepare(self.spec, self._tensors)
+            self._prepared = self._prepare()
             self._matmul = self._prepared.gated or self._prepared.matmul
         elif self._prepared.update is not None:
             self._prepared.update(self._tensors)
         self._tensors = {}
+
+    def _prepare(self) -> PreparedLinear:
+        if self.joined:  # these layers have the tensors
+            return self.spec.prepared(
+                lambda x: torch.cat([part(x) for part in self.joined], 1), dict, update=lambda tensors: None
+            )
+        with errors_of(self.name):
+            return self._format.prepare(self.spec, self._tensors)
 
     def _reorder(self, order: Tensor) -> None:
         """Reorder the outputs of all tensors in place, unless the format reorders them. ``order``: [O]."""
@@ -289,6 +294,24 @@ def unplaced_targets(
         if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
             is_preset = isinstance(linear_format, CodesFormat) and linear_format.is_preset(name)
             yield name, [Target(piece, is_preset=is_preset) for piece in pieces]
+
+
+def _output_shard(
+    parts: Mapping[str, int], shares: Sequence[tuple[int, int]], order: Tensor | None
+) -> tuple[Tensor, dict[str, Ranges]]:
+    """Return the checkpoint index of each output of a rank [outputs], and the ranges that it loads of each part.
+
+    parts, order: as in ``Linear``. shares: the ranges of outputs that the rank has, in the order of the matmul.
+    """
+    own = torch.cat([torch.arange(*share) for share in shares])
+    stored = own if order is None else order[own]
+    loaded = stored.sort().values
+    bounds = pairwise(accumulate(parts.values(), initial=0))
+    ranges = {
+        part: _runs((loaded[(loaded >= start) & (loaded < stop)] - start).tolist())
+        for part, (start, stop) in zip(parts, bounds, strict=True)
+    }
+    return stored, ranges
 
 
 def _runs(indices: Sequence[int]) -> Ranges:
