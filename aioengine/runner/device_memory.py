@@ -23,6 +23,7 @@ from aioengine.models._base import Model, VisionModel
 from aioengine.protocol.messages import Fact
 from aioengine.runner.graphs.ladder import longest_graph
 from aioengine.runner.inputs import model_inputs
+from aioengine.runner.lora.grouping import StepAdapters
 from aioengine.runner.lora.pool import AdapterPool
 from aioengine.settings.config import SchedulerSettings, Settings
 from aioengine.settings.machine import free_host_memory
@@ -200,7 +201,9 @@ def peak_memory(model: Model, device: torch.device, limits: SchedulerSettings, a
         for num_rows in _WARMUP_ROWS:
             ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
             short.compute_logits(short.forward(model_inputs(short, ids, ids), attention))
-    rows = None if adapters is None else adapters.rows(np.ones(limits.max_step_tokens, dtype=np.int32), None)
+    rows: StepAdapters | None = None
+    if adapters is not None:
+        rows = StepAdapters(np.ones(limits.max_step_tokens, dtype=np.int32), None, adapters.group)
     ids = torch.zeros(limits.max_step_tokens, dtype=torch.int64, device=device)
 
     def run() -> None:

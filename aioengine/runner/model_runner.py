@@ -123,7 +123,7 @@ class ModelRunner:
             processors=processors,
             max_rows=max_rows,
             images=images_of(parts.model, max_rows=max_rows, device=parts.device),
-            adapters=parts.adapters,
+            group_by_adapter=None if parts.adapters is None else parts.adapters.group,
             max_drafts=settings.scheduler.max_drafts,
         )
         self._inputs = InputBuilder(self._table, parts.states, page_size=pool.page_size, num_embeddings=num_embeddings)

@@ -23,7 +23,7 @@ from aioengine.protocol.packed_logprobs import LogprobRules
 from aioengine.runner.images import Images
 from aioengine.runner.logits import LogitsProcessor
 from aioengine.runner.logits.grammar import GrammarMask
-from aioengine.runner.lora.pool import AdapterPool, RowAdapters
+from aioengine.runner.lora.grouping import GroupRows, RowAdapters
 from aioengine.runner.page_tables import PageTables
 from aioengine.runner.request_row import RequestRow, RowLogprobs, SampledRows
 from aioengine.runner.token_lists import token_lists
@@ -101,7 +101,7 @@ class RowTable:
         processors: tuple[LogitsProcessor, ...],
         max_rows: int,
         images: Images | None = None,
-        adapters: AdapterPool | None = None,
+        group_by_adapter: GroupRows | None = None,
         max_drafts: int = 0,
     ) -> None:
         self.requests: dict[int, RequestRow] = {}
@@ -117,7 +117,7 @@ class RowTable:
         self.num_opened = self.num_pooled = self.num_with_embeds = 0
         self.num_with_grammar = self.num_with_logprobs = self.num_with_hidden_states = 0
         self.images = images
-        self.adapters = RowAdapters(max_rows, adapters)
+        self.adapters = RowAdapters(max_rows, group_by_adapter)
         self.num_embeddings = num_embeddings
         self.processors = processors
         self.mask_bit = self.processor_bits(GrammarMask)

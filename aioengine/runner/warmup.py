@@ -28,6 +28,7 @@ from aioengine.runner.graphs.encoder_graphs import EncoderGraphs
 from aioengine.runner.graphs.ladder import MAX_WARM_TOKENS, longest_graph
 from aioengine.runner.graphs.piece_graphs import PieceGraphs
 from aioengine.runner.inputs import model_inputs
+from aioengine.runner.lora.grouping import TileRows
 from aioengine.runner.model_runner import DeviceParts, ModelRunner
 from aioengine.runner.pooler import MEAN
 from aioengine.runner.timing import StartTimes
@@ -161,7 +162,8 @@ def _prompt_graphs(parts: DeviceParts) -> PieceGraphs | EncoderGraphs | None:
     if isinstance(attention, CapturableAttention):
         # a row with drafts also returns the hidden state before each of them
         max_outputs = max(max_rows, min(max_rows * (1 + limits.max_drafts), SAMPLED_ROWS))
-        tiles = None if parts.adapters is None else parts.adapters.tiles
+        group = None if parts.adapters is None else parts.adapters.group
+        tiles = group if isinstance(group, TileRows) else None
         layers = parts.kv_pool.layers
         return PieceGraphs(parts.model, attention, layers, max_outputs=max_outputs, adapters=tiles, states=parts.states)
     if isinstance(attention, FullGraphAttention) and attention.has_kernel:

@@ -14,7 +14,7 @@ from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
-from aioengine.runner.lora.pool import tile
+from aioengine.runner.lora.grouping import tile
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
 from tests.compute.runner_world import make_settings, save_model

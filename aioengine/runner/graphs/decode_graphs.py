@@ -43,7 +43,7 @@ from aioengine.runner.graphs.ladder import cascade_ladder, decode_ladder
 from aioengine.runner.graphs.shared_prefixes import Cascade, SharedPrefixes
 from aioengine.runner.graphs.token_rows import TokenRows, can_expand, expand_rows
 from aioengine.runner.inputs import InputBuilder, StepRows, model_inputs
-from aioengine.runner.lora.pool import FixedAdapters, FixedTiles
+from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles
 from aioengine.runner.request_row import SampledRows, needs_only_temperature
 from aioengine.runner.rows import RowTable
 from aioengine.runner.timing import profiled

@@ -26,7 +26,7 @@ from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.triton.launcher import compile_only
 from aioengine.models._base import Model, ModelInputs
 from aioengine.runner.graphs.ladder import piece_ladder
-from aioengine.runner.lora.pool import FixedAdapters, FixedTiles, StepAdapters, TileRows
+from aioengine.runner.lora.grouping import FixedAdapters, FixedTiles, StepAdapters, TileRows
 from aioengine.runner.state_pool import StatePool, states_for_graph
 from aioengine.runner.timing import profiled
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aioengine.kernels.adapter_types import AdapterTiles, max_tiles
-from aioengine.runner.lora.pool import FixedTiles, StepAdapters, TileRows, tile
+from aioengine.runner.lora.grouping import FixedTiles, StepAdapters, TileRows, tile
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
@@ -20,7 +20,7 @@ from aioengine.kernels import linear
 from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_types import AdapterWeights, AdapterTiles
 from aioengine.kernels.triton import adapter_linear
-from aioengine.runner.lora.pool import tile
+from aioengine.runner.lora.grouping import tile
 
 torch.manual_seed(0)
 NUM_SLOTS, UNIT, RANK_UNIT = 3, 16, 16
