@@ -7,20 +7,18 @@ import gc
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import msgspec
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d  # as in ``layers.ranks``
 
 from aioengine import plugins
 from aioengine.api import checks
 from aioengine.layers.layer import Target
-from aioengine.layers.ranks import RankGroup, open_backend
+from aioengine.layers.ranks import RankGroup
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import read_config, split_config
@@ -30,45 +28,9 @@ from aioengine.protocol.messages import Argument, Control, Fact, Reply
 from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall, loaded_by
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
+from aioengine.runner.trainer_group import TrainerGroup
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
-
-TIMEOUT: Final = timedelta(seconds=300)
-"""Maximum time until all have joined, and of a broadcast."""
-_LOOPBACK: Final = ("127.", "localhost")
-_DEVICES: Final = {"gloo": "cpu/", "nccl": "cuda/"}
-"""Backend -> prefix of its keys in the store."""
-
-
-class TrainerGroup:
-    """The process group that a training program opens, to broadcast weights to the runners of an engine.
-
-    The training program has rank 0.
-    """
-
-    def __init__(self, name: str, backend: str, address: str, port: int, *, rank: int, size: int) -> None:
-        """Wait until all have joined.
-
-        The keys in the store are those of ``torch.distributed``: of a new group in a ``PrefixStore`` with its name.
-
-        Raises:
-            RuntimeError: the program cannot be reached, or not all have joined in time.
-        """
-        store: Any = c10d.TCPStore(address, port, size, False, TIMEOUT)
-        for prefix in (name, f"{name}/", _DEVICES[backend]):
-            store = c10d.PrefixStore(prefix, store)
-        hostname = "127.0.0.1" if address.startswith(_LOOPBACK) else ""
-        is_on_cpu = backend == "gloo"
-        self._backend = open_backend(store, rank, size, TIMEOUT, hostname=hostname, is_on_cpu=is_on_cpu)
-        self._device = torch.device("cpu" if is_on_cpu else "cuda")
-
-    def receive(self, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-        """Receive tensors [...] from rank 0, in this order. Return name -> tensor."""
-        received = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, dtype, shape in tensors}
-        for work in [self._backend.broadcast(tensor, 0) for tensor in received.values()]:
-            work.wait()
-        return received
-
 
 RELEASED: Final = "the weights are released; call resume_memory_occupation first"
 
@@ -90,8 +52,8 @@ class _RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredPart:
-    """Tensors of files. entries: checked against the model."""
+class _FileTensors:
+    """New tensors in files. entries: their names, shapes and dtypes match the model."""
 
     entries: list[Entry]
 
@@ -107,8 +69,8 @@ class _StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _PresentPart:
-    """Tensors [...] on the device of the model, by name, checked against the model."""
+class _DeviceTensors:
+    """New tensors [...] on the device of the model, by name. Their names, shapes and dtypes match the model."""
 
     tensors: dict[str, Tensor]
 
@@ -177,9 +139,9 @@ class WeightLoader:
         self._update = 0  # number of the open update
         self._arrived: set[str] = set()  # names of its tensors
         self._groups: dict[str, TrainerGroup] = {}
-        self._received: _PresentPart | None = None
+        self._received: _DeviceTensors | None = None
         self._received_file: TensorFile | None = None
-        self._opened: tuple[str, _PresentPart] | None = None
+        self._opened: tuple[str, _DeviceTensors] | None = None
         """The checked tensors of another process, and their handles, which may be opened only once."""
         self._replace_by_files(settings.model.weights.tensor_files)
         self._note(settings.model.weights)
@@ -197,10 +159,10 @@ class WeightLoader:
             if arguments.get("ends"):
                 self._check_complete()
                 return None
-            part = self._part_of(arguments)
+            new = self._tensors_of(arguments)
             self._check_model(None if arguments.get("is_part") else Path(str(arguments["path"])))
-            files = file_states(entry.path for entry in part.entries) if isinstance(part, _StoredPart) else {}
-            part.check(self._targets)
+            files = file_states(entry.path for entry in new.entries) if isinstance(new, _FileTensors) else {}
+            new.check(self._targets)
             check_unchanged(files, "while it was checked")
         except ValueError as error:
             raise _RefusedError(str(error)) from error
@@ -214,14 +176,14 @@ class WeightLoader:
         try:
             if loaded is not None and arguments.get("path") == loaded.path:
                 check_unchanged(loaded.files, "after it was checked")
-            part = self._part_of(arguments)
-            self._replace(part)
+            new = self._tensors_of(arguments)
+            self._replace(new)
         except Exception as error:
             raise WeightsBrokenError(f"new weights could not be loaded: {error}") from error
         self._opened = None
         self._keep_received(None)
         if loaded is None:
-            self._arrived |= part.names
+            self._arrived |= new.names
         else:
             self._update = 0  # a checkpoint ends an open update
             self._note(loaded)
@@ -286,20 +248,20 @@ class WeightLoader:
         try:
             tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in listed)
             self._check_model(None)
-            part = self._present(tensors)
-            part.check(self._targets)
+            new = self._device_tensors(tensors)
+            new.check(self._targets)
         except (ValueError, RuntimeError) as error:
             raise _RefusedError(str(error)) from error
-        self._keep_received(part, in_file=bool(arguments.get("keeps")))
+        self._keep_received(new, in_file=bool(arguments.get("keeps")))
         return None if self._received_file is None else json.dumps(self._received_file.path)
 
-    def _keep_received(self, part: _PresentPart | None, *, in_file: bool = False) -> None:
+    def _keep_received(self, new: _DeviceTensors | None, *, in_file: bool = False) -> None:
         """Keep received tensors until they are loaded. in_file: also in a file, which another process opens."""
         if self._received_file is not None:
             self._received_file.close()
-        self._received = part
+        self._received = new
         is_first = self._ranks is None or self._ranks.rank == 0
-        self._received_file = tensor_file.write(part.tensors) if part is not None and in_file and is_first else None
+        self._received_file = tensor_file.write(new.tensors) if new is not None and in_file and is_first else None
 
     def _release(self, arguments: Mapping[str, Argument]) -> None:
         tags = set(cast("list[str]", arguments["tags"])) - self._released
@@ -360,10 +322,10 @@ class WeightLoader:
     # ------------------------------------------------------------ tensors
 
     @torch.no_grad()
-    def _replace(self, part: _StoredPart | _PresentPart) -> None:
+    def _replace(self, new: _FileTensors | _DeviceTensors) -> None:
         """Replace weights, in place where the kernels read them as loaded."""
-        self._model.open_for_loading("", {name.rpartition(".")[0] for name in part.names})
-        part.write(self._model.weights())
+        self._model.open_for_loading("", {name.rpartition(".")[0] for name in new.names})
+        new.write(self._model.weights())
         self._model.finish_loading()
         self._runner.forget_features()
         if self._ranks is not None:
@@ -372,32 +334,34 @@ class WeightLoader:
     def _replace_by_files(self, paths: Iterable[str]) -> None:
         """Replace weights by the tensors of these files, one after the other."""
         for path in paths:
-            self._replace(self._part_of({"path": path, "is_part": True}))
+            self._replace(self._tensors_of({"path": path, "is_part": True}))
 
-    def _part_of(self, arguments: Mapping[str, Argument]) -> _StoredPart | _PresentPart:
-        """Return the tensors that a control call names. Raises ValueError if they do not match the model."""
+    def _tensors_of(self, arguments: Mapping[str, Argument]) -> _FileTensors | _DeviceTensors:
+        """Return the new tensors of a control call: from files, from a broadcast, or from the GPU memory of another
+        process. Raises ValueError if they do not match the model.
+        """
         is_part = bool(arguments.get("is_part"))
         if path := str(arguments.get("path") or ""):
             shown = "this call" if is_part else ""
             entries = weights.checked_entries(self._model, Path(path), self._targets, is_part=is_part, shown=shown)
-            return _StoredPart(entries)
+            return _FileTensors(entries)
         if arguments.get("received"):
             assert self._received is not None, "nothing was received"
             return self._received
         handles = str(arguments["handles"])
         if self._opened is None or self._opened[0] != handles:
             tensors = msgspec.json.decode(handles, type=list[CudaTensor])
-            self._opened = handles, self._present({tensor.name: _opened(tensor) for tensor in tensors})
+            self._opened = handles, self._device_tensors({tensor.name: _opened(tensor) for tensor in tensors})
         return self._opened[1]
 
-    def _present(self, tensors: Mapping[str, Tensor]) -> _PresentPart:
-        """Return tensors [...] with the names of the model."""
+    def _device_tensors(self, tensors: Mapping[str, Tensor]) -> _DeviceTensors:
+        """Return tensors [...] with the names of the model. Raises ValueError if they do not match the model."""
         dtypes = {dtype: name for name, dtype in DTYPES.items()}
         entries = [
             Entry(name, Path(), tuple(tensor.shape), dtypes[tensor.dtype], name) for name, tensor in tensors.items()
         ]
-        entries = weights.matching(self._model, entries, self._targets, is_part=True, shown="this call")
-        return _PresentPart({entry.name: tensors[entry.stored_name] for entry in entries})
+        entries = weights.matching_entries(self._model, entries, self._targets, is_part=True, shown="this call")
+        return _DeviceTensors({entry.name: tensors[entry.stored_name] for entry in entries})
 
     @cached_property
     def _targets(self) -> dict[str, Target]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,9 +74,9 @@ class _Piece:
         shape: shape of the elements that are read.
         index: the part of these elements that is used.
         target: the destination, in a parameter, or a placeholder.
-        writer: quantizes the rows of a placeholder, from row ``first_row`` on.
+        writer: quantizes the rows of a placeholder.
         head_size: rows per head if the two halves of heads are interleaved; 0: they are not.
-        same_bytes: the bytes [X] of ``target`` if they equal the bytes of the file; None: the file is converted.
+        first_row: the index in the placeholder of the first row for the writer.
     """
 
     entry: Entry
@@ -89,8 +89,15 @@ class _Piece:
     writer: RowWriter | None = None
     columns: tuple[tuple[int, int], ...] = ()
     row_bytes: int = 0
-    same_bytes: Tensor | None = None
     first_row: int = 0
+
+    @property
+    def same_bytes(self) -> Tensor | None:
+        """The bytes [X] of ``target`` if they equal the bytes of the file; None: the file is converted."""
+        is_same = DTYPES.get(self.entry.dtype) == self.target.dtype and self.target.is_contiguous()
+        if not is_same or self.target.is_meta or self.writer is not None or self.head_size or self.index:
+            return None
+        return self.target.view(-1).view(torch.uint8)
 
     def store(self, content: Tensor) -> Tensor:
         """Convert content [X] (bytes) to elements, store them, and return the elements [...] that must be finite.
@@ -200,57 +207,79 @@ def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
 
 
 def _pieces(entry: Entry, target: Target) -> Iterator[_Piece]:
-    """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces.
+    """Yield pieces of full rows and heads, or the tensor if it cannot be divided. An empty tensor has no pieces."""
+    if not entry.num_bytes:
+        return
+    head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
+    rows = _rows_of(entry, target, head_size)
+    if rows is None:
+        tensor = target.tensor.detach()
+        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, target.writer)
+        return
+    own_bytes = sum(size for _, size in rows.columns) or rows.row_bytes
+    step = PIECE_BYTES // own_bytes
+    if entry.dtype not in DTYPES:
+        step = min(step, PIECE_ELEMENTS // rows.target.shape[1])
+    unit = head_size or 1
+    step = max(step // unit, 1) * unit
+    num_done = 0
+    for start, end in rows.ranges:
+        for first in range(start, end, step):
+            part = rows.target[num_done : num_done + min(step, end - first)]
+            yield _Piece(
+                entry,
+                entry.begin + first * rows.row_bytes,
+                len(part) * own_bytes,
+                tuple(part.shape),
+                part,
+                head_size=head_size,
+                writer=target.writer,
+                columns=rows.columns,
+                row_bytes=rows.row_bytes,
+                first_row=num_done * rows.written_rows,
+            )
+            num_done += len(part)
+
+
+class _Rows(NamedTuple):
+    """How a tensor is divided into rows.
+
+    Attributes:
+        target: [R, ...] the rows of the parameter.
+        ranges: (start, stop) of these rows in the file, ascending.
+        row_bytes: distance of the rows in the file.
+        columns: as in ``_Piece``.
+        written_rows: rows that the writer gets for each row.
+    """
+
+    target: Tensor
+    ranges: Sequence[tuple[int, int]]
+    row_bytes: int
+    columns: tuple[tuple[int, int], ...] = ()
+    written_rows: int = 1
+
+
+def _rows_of(entry: Entry, target: Target, head_size: int) -> _Rows | None:
+    """Divide a tensor into rows; None: it must be read at once.
 
     If a rank needs only a part of a tensor, it reads only the bytes of this part where possible (``_is_in_blocks``).
     Then a row is an index of the first dimension.
     """
-    if not entry.num_bytes:
-        return
-    source, writer, tensor = target.source, target.writer, target.tensor.detach()
-    head_size = entry.shape[0] // entry.num_heads if entry.num_heads and entry.shape else 0
-    is_float, is_vector = entry.dtype in DTYPES, len(entry.shape) < 2
-    rows: Tensor | None = None
-    columns: tuple[tuple[int, int], ...] = ()
-    written_rows = 1  # rows that the writer gets for each row of a piece
-    needs_all = writer is not None and writer.is_whole
-    if (is_float or not is_vector) and not needs_all:  # a row of a vector has one element, but a block has many
-        if source is None:
-            rows = _as_rows(tensor, 1 if is_vector else entry.shape[-1])
-        elif not head_size and _is_in_blocks(entry, target, source):
-            rows, written_rows = tensor, math.prod(tensor.shape[1:-1])
-            columns = _columns(entry, source) if source.dim else ()
-    if rows is None:
-        yield _Piece(entry, entry.begin, entry.num_bytes, entry.shape, tensor, target.index, head_size, writer)
-        return
-    num_rows = len(rows) if source is None else entry.shape[0]
-    ranges = [(0, num_rows)] if source is None or columns else source.ranges
-    row_bytes = entry.num_bytes // num_rows
-    own_bytes = sum(size for _, size in columns) or row_bytes
-    step = PIECE_BYTES // own_bytes
-    if not is_float:
-        step = min(step, PIECE_ELEMENTS // rows.shape[1])
-    unit = head_size or 1
-    step = max(step // unit, 1) * unit
-    row = 0
-    for first, stop in [(first, min(first + step, end)) for start, end in ranges for first in range(start, end, step)]:
-        part = rows[row : row + stop - first]
-        is_same = writer is None and not head_size and DTYPES.get(entry.dtype) == part.dtype
-        is_same &= part.is_contiguous() and not part.is_meta
-        yield _Piece(
-            entry,
-            entry.begin + first * row_bytes,
-            len(part) * own_bytes,
-            tuple(part.shape),
-            part,
-            columns=columns,
-            row_bytes=row_bytes,
-            head_size=head_size,
-            same_bytes=part.view(-1).view(torch.uint8) if is_same else None,
-            writer=writer,
-            first_row=row * written_rows,
-        )
-        row += len(part)
+    source, tensor = target.source, target.tensor.detach()
+    is_vector = len(entry.shape) < 2
+    if is_vector and entry.dtype not in DTYPES:  # a row of a vector has one element, but a block has many
+        return None
+    if target.writer is not None and target.writer.is_whole:
+        return None
+    if source is None:
+        rows = _as_rows(tensor, 1 if is_vector else entry.shape[-1])
+        return None if rows is None else _Rows(rows, [(0, len(rows))], entry.num_bytes // len(rows))
+    if head_size or not _is_in_blocks(entry, target, source):
+        return None
+    num_rows = entry.shape[0]
+    columns = _columns(entry, source) if source.dim else ()
+    ranges = [(0, num_rows)] if columns else source.ranges
+    return _Rows(tensor, ranges, entry.num_bytes // num_rows, columns, math.prod(tensor.shape[1:-1]))
 
 
 def _columns(entry: Entry, source: Slice) -> tuple[tuple[int, int], ...]:
@@ -287,11 +316,13 @@ def _as_rows(tensor: Tensor, row_size: int) -> Tensor | None:
 
 def _load_to_cpu(piece: _Piece, file: BinaryIO) -> None:
     """Read a piece into its target, and check its elements while they are in the cache."""
-    if piece.same_bytes is not None:
-        _fill(file, piece, piece.same_bytes)
+    if (same_bytes := piece.same_bytes) is not None:
+        _read_piece(file, piece, same_bytes)
         stored = piece.target
     else:
-        stored = piece.store(_fill(file, piece, torch.empty(piece.num_bytes, dtype=torch.uint8)))
+        content = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        _read_piece(file, piece, content)
+        stored = piece.store(content)
     check_finite(stored, stored.dtype, f"{piece.entry.path}: tensor {piece.entry.stored_name}")
 
 
@@ -312,10 +343,10 @@ class _PinnedCopier:
         buffer, copied, size = self._buffers[self._turn], self._copied[self._turn], piece.num_bytes
         copied.synchronize()
         content = buffer[:size] if size <= len(buffer) else torch.empty(size, dtype=torch.uint8)
-        _fill(file, piece, content)
+        _read_piece(file, piece, content)
         with torch.cuda.stream(self.stream):
-            if piece.same_bytes is not None:
-                piece.same_bytes.copy_(content, non_blocking=True)
+            if (same_bytes := piece.same_bytes) is not None:
+                same_bytes.copy_(content, non_blocking=True)
             else:
                 piece.store(content.to(piece.target.device, non_blocking=True))
             copied.record()
@@ -338,31 +369,29 @@ def _check_on_gpu(entries: list[Entry], targets: dict[str, Target]) -> None:
         check_finite(tensor, tensor.dtype, f"{entry.path}: tensor {entry.stored_name}")
 
 
-def _fill(file: BinaryIO, piece: _Piece, content: Tensor) -> Tensor:
-    """Fill content [X], which has the bytes of the piece, from the file, and return it. Releases the GIL."""
-    unread = memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
+def _read_piece(file: BinaryIO, piece: _Piece, content: Tensor) -> None:
+    """Read the bytes of a piece into content [X]."""
     runs = [(0, piece.num_bytes)]
     if piece.columns:
         starts = range(0, len(piece.target) * piece.row_bytes, piece.row_bytes)
         runs = [(start + offset, size) for start in starts for offset, size in piece.columns]
+    done = 0
     for offset, num_bytes in runs:
-        _read(file, piece, unread[:num_bytes], piece.begin + offset)
-        unread = unread[num_bytes:]
-    return content
+        _read_bytes(file, piece.entry, content[done : done + num_bytes], piece.begin + offset)
+        done += num_bytes
 
 
-def _read(file: BinaryIO, piece: _Piece, rest: memoryview, position: int) -> None:
-    """Fill ``rest`` with bytes of the file from ``position`` on."""
-    while rest:
+def _read_bytes(file: BinaryIO, entry: Entry, content: Tensor, position: int) -> None:
+    """Fill content [X] with bytes of the file from ``position`` on. Releases the GIL. entry: named in errors."""
+    unread = memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
+    while unread:
         try:
-            size = os.preadv(file.fileno(), [rest], position)
+            size = os.preadv(file.fileno(), [unread], position)
         except OSError as error:
-            message = f"cannot read {piece.entry.path}: tensor {piece.entry.stored_name}: {error.strerror}"
-            raise ValueError(message) from error
+            raise ValueError(f"cannot read {entry.path}: tensor {entry.stored_name}: {error.strerror}") from error
         if not size:
-            message = f"{piece.entry.path} was changed while it was read: tensor {piece.entry.stored_name} is truncated"
-            raise ValueError(message)
-        rest, position = rest[size:], position + size
+            raise ValueError(f"{entry.path} was changed while it was read: tensor {entry.stored_name} is truncated")
+        unread, position = unread[size:], position + size
 
 
 def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Tensor:
@@ -374,14 +403,12 @@ def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Ten
     is_pinned: read into pinned memory, which allows direct DMA to a GPU.
 
     Raises:
-        ValueError: the dtype is not supported, or the file was changed.
+        ValueError: the dtype is not supported, the file cannot be read, or it was changed.
     """
     if entry.dtype not in DTYPES:
         raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; allowed: {', '.join(DTYPES)}")
     content = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    file.seek(entry.begin)
-    if file.readinto(content.numpy()) != entry.num_bytes:  # type: ignore[attr-defined]
-        raise ValueError(f"{entry.path} was changed while it was read")
+    _read_bytes(file, entry, content, entry.begin)
     return content.view(DTYPES[entry.dtype]).view(entry.shape)
 
 

@@ -1,7 +1,13 @@
 """Load checkpoint tensors into the model's parameters.
 
-All names, shapes and dtypes are checked before the first byte is read. Then ``weight_reading`` copies or quantizes
-each tensor into its target, which may be a part of a fused parameter with another dtype.
+``load`` does this for a whole model:
+
+1. ``model.weights()`` returns the targets: where each tensor goes. A target may be a part of a fused parameter with
+   another dtype.
+2. ``checked_entries`` reads the headers of the files, and returns the entries: where each tensor is in the files. The
+   names, shapes and dtypes of all entries must match the targets.
+3. ``read`` copies or quantizes each tensor into its target, with several threads (``weight_reading``).
+4. ``model.finish_loading()`` converts the parameters to the form that the kernels read.
 """
 
 from __future__ import annotations
@@ -83,13 +89,13 @@ def checked_entries(
         ValueError: see ``load``.
     """
     entries = entries_of_file(path) if is_part else read_headers(path, model.prefix, model.renamed)
-    return matching(model, entries, targets, is_part=is_part, shown=shown or path)
+    return matching_entries(model, entries, targets, is_part=is_part, shown=shown or path)
 
 
-def matching(
+def matching_entries(
     model: Model, entries: list[Entry], targets: Mapping[str, Target], *, is_part: bool, shown: Path | str
 ) -> list[Entry]:
-    """Return the entries without ignored ones. See ``checked_entries``."""
+    """Return the entries of tensors that the model reads. Raises ValueError, see ``checked_entries``."""
     if is_part:
         entries = [_renamed(entry, model, targets) for entry in entries]
     entries = [
