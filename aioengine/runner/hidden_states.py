@@ -8,7 +8,6 @@ N positions, T tokens of the step, S rows that sample, D model size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,23 +21,19 @@ from aioengine.runner.request_row import RequestRow, SampledRows
 from aioengine.runner.transfer import Upload, host_copy
 
 
-class _StateRun(NamedTuple):
-    """``count`` consecutive positions of a request, up to ``end`` (exclusive)."""
-
-    request: RequestRow
-    end: int
-    count: int
-
-
 class PromptStates(NamedTuple):
-    """The prompt positions whose hidden states a step returns. token_indices: [N] int64, indices among its tokens."""
+    """The prompt positions whose hidden states a step returns.
 
-    runs: list[_StateRun]
+    counts: requests, each with the number of its consecutive positions. token_indices: [N] int64, the positions of all
+    these requests as indices among the tokens of the step.
+    """
+
+    counts: list[tuple[RequestRow, int]]
     token_indices: Ints64
 
 
-_States = tuple[list[_StateRun], Tensor]
-"""Runs, and the hidden states [N, D] of their positions."""
+_States = tuple[list[tuple[RequestRow, int]], Tensor]
+"""Requests, each with a number, and their hidden states [N, D]; see ``StepHiddenStates``."""
 
 
 @dataclass(slots=True)
@@ -46,7 +41,9 @@ class StepHiddenStates:
     """The hidden states of a step, while they are copied to the host.
 
     Attributes:
-        prompts: of positions of prompts. sampled: of positions before sampled tokens, in the order of sampling.
+        prompts: ``PromptStates.counts``, and the hidden states [N, D].
+        sampled: in the order of sampling: requests, each with the index of a sampled token in its output, and the
+            hidden states [N, D] of the positions before these tokens.
     """
 
     prompts: list[_States] = field(default_factory=list[_States])
@@ -57,26 +54,21 @@ class StepHiddenStates:
 
         Prompt states are kept until the first output token.
         """
-        for request, _, data in _data_of(self.prompts):
-            if request.prompt_states is not None:
-                request.prompt_states.append(data)
+        for counts, hidden in self.prompts:
+            states = hidden.float().split([count for _, count in counts])
+            for (request, _), own in zip(counts, states, strict=True):
+                if request.prompt_states is not None:
+                    request.prompt_states.append(own.numpy().tobytes())
         extras: list[Extra] = []
-        for request, end, data in _data_of(self.sampled):
-            if request.prompt_states is not None:  # the first token: its state is the last of the prompt
-                states = b"".join(request.prompt_states)
-                extras += block_extras(request.uid, PROMPT_STATES, states[: -len(data)], len(data))
-                request.prompt_states = None
-            extras.append(Extra(request.uid, end - request.num_prompt, HIDDEN_STATES, data))
+        for indices, hidden in self.sampled:
+            for (request, index), state in zip(indices, hidden.float().numpy(), strict=True):
+                data = state.tobytes()
+                if request.prompt_states is not None:  # the first token: its state is the last of the prompt
+                    prompt = b"".join(request.prompt_states)
+                    extras += block_extras(request.uid, PROMPT_STATES, prompt[: -len(data)], len(data))
+                    request.prompt_states = None
+                extras.append(Extra(request.uid, index, HIDDEN_STATES, data))
         return extras
-
-
-def _data_of(parts: list[_States]) -> Iterator[tuple[RequestRow, int, bytes]]:
-    """Yield request, end and packed states of each run."""
-    for runs, hidden in parts:
-        states, start = hidden.float().numpy(), 0
-        for request, end, count in runs:
-            yield request, end, states[start : start + count].tobytes()
-            start += count
 
 
 class HiddenStates:
@@ -93,24 +85,24 @@ class HiddenStates:
 
     def find_prompts(self, rows: StepRows) -> PromptStates | None:
         """Return the prompt positions of these rows whose hidden states are needed; None: there are none."""
-        runs: list[_StateRun] = []
+        counts: list[tuple[RequestRow, int]] = []
         token_indices: list[Ints64] = []
         for i, request in enumerate(rows.requests):
             start, count = int(rows.starts[i]), int(rows.counts[i])
             if request.prompt_states is not None and start < request.num_prompt:
                 first = rows.token_ends[i] - count
                 count = min(count, request.num_prompt - start)
-                runs.append(_StateRun(request, start + count, count))
+                counts.append((request, count))
                 token_indices.append(np.arange(first, first + count))
-        return PromptStates(runs, np.concatenate(token_indices)) if runs else None
+        return PromptStates(counts, np.concatenate(token_indices)) if counts else None
 
     def add_prompts(self, hidden: Tensor, prompts: PromptStates) -> None:
         """Add hidden [N, D] of ``prompts.token_indices``."""
-        self._step.prompts.append((prompts.runs, host_copy(hidden)))  # before the next step overwrites it
+        self._step.prompts.append((prompts.counts, host_copy(hidden)))  # before the next step overwrites it
 
     def add_sampled(self, hidden: Tensor, rows: SampledRows) -> None:
         """Add hidden [S, D] of the positions from whose logits the tokens of these rows are sampled."""
         chosen = [i for i, request in enumerate(rows.requests) if request.sampling.hidden_states]
-        runs = [_StateRun(rows.requests[i], int(rows.positions[i]), 1) for i in chosen]
-        if runs:
-            self._step.sampled.append((runs, host_copy(hidden[self._upload(np.array(chosen, dtype=np.int64))])))
+        indices = [(rows.requests[i], int(rows.positions[i]) - rows.requests[i].num_prompt) for i in chosen]
+        if indices:
+            self._step.sampled.append((indices, host_copy(hidden[self._upload(np.array(chosen, dtype=np.int64))])))
