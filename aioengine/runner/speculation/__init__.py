@@ -9,8 +9,17 @@ Who decides:
 - how the tokens are computed: ``ModelRunner._compute_drafts``, in a graph or without one.
 - which drafts are accepted: ``Verifier``. It compares each draft with the token that is sampled at its position.
 
-``StepDrafts`` has the drafts of a step, from its plan to its result. The tensors of a step with R rows, S of which
-sample, T tokens, and K drafts among them (D model size, V vocabulary):
+``StepDrafts`` has the drafts of a step, from its plan to its result. ``ModelRunner`` calls, in this order:
+
+    launch    Proposer.propose        plan -> proposed drafts, on the host or only on the device
+              Proposer.read           only if the drafts are on the device, and no graph can verify them there
+              (forward of the rows, with drafts as their last tokens)
+              Verifier.accept_on_device, or Verifier.verify         -> accepted drafts, now or when the step is read
+              Proposer.launched       the draft model computes the prompts of the step
+    collect   Proposer.collected      reads the tokens, unless ``propose`` of a later step has read them
+                                      -> rejected drafts, for the scheduler
+
+The tensors of a step with R rows, S of which sample, T tokens, and K drafts among them (D model size, V vocabulary):
 
 - token ids [T]: the known tokens of each row, then its drafts. The token before the drafts may be only on the device.
 - drafts of a draft model [K], until the host reads them. ``RowTable.last_tokens`` has them, too.
@@ -28,7 +37,7 @@ describes how. These marks say what is unknown, and to whom:
 - ``StepDrafts.on_device``: the host does not know the drafts. ``StepDrafts.accepts_on_device``: the device accepts
   them, so the host does not know how many are accepted until it reads the step.
 - ``RowTable.rejected``: how many drafts of each row the device rejected, in the last step in which it accepted drafts.
-- ``Proposer._unrecorded``: the launched steps whose tokens and accepted drafts were not read. ``Proposer._in_flight``:
+- ``Proposer._unread``: the launched steps whose tokens and accepted drafts were not read. ``Proposer._in_flight``:
   the launched steps that the scheduler has not collected.
 - ``DraftedRequest.num_rejected``: the host knows the rejected drafts of a row, but the scheduler does not yet, so the
   positions in its plans are too high by this number.

@@ -53,7 +53,7 @@ class Proposer:
         self._with_grammars = with_grammars
         self._open: dict[int, DraftedRequest] = {}
         self._in_flight: list[Ticket] = []  # launched, and not collected
-        self._unrecorded: list[Ticket] = []  # those whose tokens were not read, see ``_record``
+        self._unread: list[Ticket] = []  # launched, and their tokens were not read
         self._max_tokens = sys.maxsize  # with drafts, a step does not become larger than the largest CUDA graph
 
     def open(self, opened: NewRow, request: RequestRow) -> None:
@@ -112,7 +112,7 @@ class Proposer:
         """Record a launched step, and let the draft model compute its prompts."""
         drafts = ticket.drafts
         self._in_flight.append(ticket)
-        self._unrecorded.append(ticket)
+        self._unread.append(ticket)
         if drafts is NO_DRAFTS:
             return
         drafts.drafted = [self._open.get(uid) for uid in ticket.sampled]
@@ -131,8 +131,8 @@ class Proposer:
 
     def collected(self, ticket: Ticket, values: list[int]) -> None:
         """Record a collected step, after its forced tokens are known. values: ``Ticket.values``."""
-        if ticket in self._unrecorded:
-            self._record(ticket, values)
+        if ticket in self._unread:
+            self._note_tokens(ticket, values)
         self.forget(ticket)
         if ticket.drafts.rejected:
             for uid, drafted in zip(ticket.sampled, ticket.drafts.drafted, strict=True):
@@ -141,35 +141,36 @@ class Proposer:
 
     def forget(self, ticket: Ticket) -> None:
         """Forget a step that is collected, or whose tokens will never be known."""
-        for tickets in (self._in_flight, self._unrecorded):
+        for tickets in (self._in_flight, self._unread):
             if ticket in tickets:
                 tickets.remove(ticket)
 
     def _follow_or_wait(self, rows: list[Row], *, may_overlap: bool) -> dict[int, int]:
-        """Let rows with planned drafts follow the step in flight: mark the rows that it samples. If this is not
-        possible, and the drafts or positions depend on the steps in flight, wait for them. Return uid -> the newest
-        token of each row of these steps.
+        """Let rows with planned drafts follow the step in flight without its tokens: mark the rows that it samples.
+
+        If this is not possible, and the drafts or positions depend on the steps in flight, wait for these steps, and
+        return uid -> the newest token of each of their rows. Otherwise return {}.
         """
         table = self._table
         table.is_unread[:] = table.is_upper_bound[:] = False
         if may_overlap and self._can_follow(rows):
-            (ticket,) = self._unrecorded
+            (ticket,) = self._unread
             sampled = [table.requests[uid].row_index for uid in ticket.sampled if uid in table.requests]
             table.is_unread[sampled] = True
             table.is_upper_bound[sampled] = ticket.drafts.accepts_on_device
-        elif any(ticket.drafts.proposed for ticket in self._unrecorded) or self._may_get_drafts(rows):
-            return self._record_all()
+        elif any(ticket.drafts.proposed for ticket in self._unread) or self._may_get_drafts(rows):
+            return self._read_all()
         return {}
 
     def _can_follow(self, rows: list[Row]) -> bool:
         """Return whether the drafts of these rows can follow the step in flight before its tokens are known.
 
         With a draft model, all rows must have been in this step, and the draft model must be able to compute their
-        missing tokens in a graph.
+        missing tokens in a graph. Also records the tokens that the draft model has computed in this step.
         """
-        if len(self._unrecorded) != 1:
+        if len(self._unread) != 1:
             return False
-        (ticket,) = self._unrecorded
+        (ticket,) = self._unread
         if self._model is None:
             return ticket.drafts.accepts_on_device or not ticket.drafts.proposed
         if not ticket.drafts.accepts_on_device or len(rows) * (1 + self._table.max_drafts) > self._max_tokens:
@@ -189,17 +190,17 @@ class Proposer:
         """Return whether some of these rows may get drafts when all tokens before them are known."""
         return any(self._model is None or self._open[row.uid].max_length for row in rows)
 
-    def _record_all(self) -> dict[int, int]:
+    def _read_all(self) -> dict[int, int]:
         """Wait for all steps in flight. Return uid -> the newest token."""
         newest: dict[int, int] = {}
-        for ticket in self._unrecorded:
+        for ticket in self._unread:
             values = ticket.values.wait()
-            self._record(ticket, values)
+            self._note_tokens(ticket, values)
             newest |= zip(ticket.sampled, values, strict=False)
-        self._unrecorded.clear()
+        self._unread.clear()
         return newest
 
-    def _record(self, ticket: Ticket, values: list[int]) -> None:
+    def _note_tokens(self, ticket: Ticket, values: list[int]) -> None:
         """Record the tokens of a step, and which drafts were accepted. values: ``Ticket.values``."""
         drafts = ticket.drafts
         if drafts.proposed:
@@ -220,28 +221,32 @@ class Proposer:
 
         budget: maximum number of drafts. newest: uid -> the newest token of a row that was in flight.
         """
-        plans: list[DraftPlan] = []
+        chosen: list[Row] = []
         for row in rows:
             if row.num_drafts > budget:
                 break
-            drafted = self._open[row.uid]
-            if self._model is None:
-                if newest.get(row.uid, row.expected_id) != row.expected_id:
-                    continue
-                drafts.proposed[row.uid] = row.drafts
-            else:
-                if not drafted.max_length or not self._model.can_propose(row):
-                    continue
-                num_unknown = _num_unknown(row, drafted)
-                if num_unknown and not self._table.is_unread[drafted.row.row_index]:
-                    continue
-                plans.append(DraftPlan(drafted, row.num_drafts, num_unknown))
-            budget -= row.num_drafts
-        if self._model is not None and (on_device := self._model.propose(plans)) is not None:
+            if self._may_propose(row, newest):
+                chosen.append(row)
+                budget -= row.num_drafts
+        if self._model is None:
+            drafts.proposed = {row.uid: row.drafts for row in chosen}
+            return
+        drafted_rows = [(row, self._open[row.uid]) for row in chosen]
+        plans = [DraftPlan(drafted, row.num_drafts, _num_unknown(row, drafted)) for row, drafted in drafted_rows]
+        if (on_device := self._model.propose(plans)) is not None:
             drafts.on_device = on_device
             drafts.proposed = {plan.drafted.row.uid: [0] * plan.count for plan in on_device.plans}
             if not on_device.is_stored:
                 drafts.read()
+
+    def _may_propose(self, row: Row, newest: dict[int, int]) -> bool:
+        """Return whether the planned drafts of a row can be proposed now. newest: as in ``_set_proposed``."""
+        if self._model is None:  # the n-gram must follow the newest token
+            return newest.get(row.uid, row.expected_id) == row.expected_id
+        drafted = self._open[row.uid]
+        if not drafted.max_length or not self._model.can_propose(row):
+            return False
+        return not _num_unknown(row, drafted) or bool(self._table.is_unread[drafted.row.row_index])
 
     def _exact_row(self, row: Row, drafts: StepDrafts) -> Row:
         """Return a planned row with its proposed drafts as known tokens, and with an exact start."""
