@@ -396,7 +396,7 @@ _ROWS: Final = {
     "chunked_prefill_size": Argument(
         _chunk_size,
         "maximum tokens per step; -1: prompts are never split",
-        f"{resolve.GPU_LIMITS[0]} on a GPU (up to {resolve.MOST_EMBEDDER_TOKENS} for embedders and classifiers), "
+        f"{resolve.GPU_LIMITS[0]} on a GPU (up to {resolve.MAX_EMBEDDER_TOKENS} for embedders and classifiers), "
         f"{resolve.CPU_LIMITS[0]} on a CPU",
         place="scheduler.chunk_tokens",
     ),
