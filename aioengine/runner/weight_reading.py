@@ -375,15 +375,19 @@ def _read_piece(file: BinaryIO, piece: _Piece, content: Tensor) -> None:
     if piece.columns:
         starts = range(0, len(piece.target) * piece.row_bytes, piece.row_bytes)
         runs = [(start + offset, size) for start in starts for offset, size in piece.columns]
-    done = 0
+    unread = _bytes_of(content)  # slices of it take less time than slices of the tensor
     for offset, num_bytes in runs:
-        _read_bytes(file, piece.entry, content[done : done + num_bytes], piece.begin + offset)
-        done += num_bytes
+        _read_bytes(file, piece.entry, unread[:num_bytes], piece.begin + offset)
+        unread = unread[num_bytes:]
 
 
-def _read_bytes(file: BinaryIO, entry: Entry, content: Tensor, position: int) -> None:
-    """Fill content [X] with bytes of the file from ``position`` on. Releases the GIL. entry: named in errors."""
-    unread = memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
+def _bytes_of(content: Tensor) -> memoryview:
+    """Return the memory of content [X] uint8."""
+    return memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
+
+
+def _read_bytes(file: BinaryIO, entry: Entry, unread: memoryview, position: int) -> None:
+    """Fill ``unread`` with bytes of the file from ``position`` on. Releases the GIL. entry: named in errors."""
     while unread:
         try:
             size = os.preadv(file.fileno(), [unread], position)
@@ -408,7 +412,7 @@ def read_tensor(file: BinaryIO, entry: Entry, *, is_pinned: bool = False) -> Ten
     if entry.dtype not in DTYPES:
         raise ValueError(f"{entry.path}: {entry.name} is of type {entry.dtype}; allowed: {', '.join(DTYPES)}")
     content = torch.empty(entry.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    _read_bytes(file, entry, content, entry.begin)
+    _read_bytes(file, entry, _bytes_of(content), entry.begin)
     return content.view(DTYPES[entry.dtype]).view(entry.shape)
 
 
