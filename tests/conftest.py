@@ -1,7 +1,7 @@
-"""What holds for all tests.
+"""Settings and fixtures of all tests.
 
-Hypothesis draws the same examples in every run, and takes the time that it takes: a test fails because of what it
-checks or not at all. ``--hypothesis-profile=long`` looks further: other examples in every run, and many more.
+By default, Hypothesis draws the same examples in every run and has no time limit, so that results can be repeated.
+With ``--hypothesis-profile=long`` it draws many more examples, which differ in every run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ settings.register_profile(
 )
 settings.load_profile("quick")
 
-# As in the processes of an engine, read when torch is imported: threads that spin where they wait for each other take
-# most of the time where the cores have other work.
+# As in the processes of an engine. OpenMP reads it when torch is imported. Threads that spin while they wait would take
+# most of the time of busy cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# The processes of the engines read compiled modules, which takes half a second less than to compile them at each start.
+# Engine processes start half a second faster if they can read compiled modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Ten thousand tests are many objects, none of which is garbage."""
+    """Disable garbage collection: thousands of test objects are created, and none is garbage."""
     gc.disable()
     try:
         return (yield)
@@ -53,15 +53,15 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def earlier_objects_are_not_collected() -> None:
-    """Garbage collections look at the objects of this module's tests: torch and transformers are a million others."""
+def freeze_existing_objects() -> None:
+    """Exclude existing objects from garbage collection. torch and transformers have a million objects."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interrupts_arrive() -> Iterator[None]:
-    """Shells start programs in the background with Ctrl-C ignored, children inherit that; tests do interrupt."""
+def restore_interrupts() -> Iterator[None]:
+    """Restore Ctrl-C. Programs that a shell starts in the background ignore it, and so would their children."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""``aioengine batch``: answers for the rows of a file, each exactly once, wherever the program is killed."""
+"""``aioengine batch`` answers each row of a file exactly once, even if the program is killed at any time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Runs the program in this process, in an empty folder, on a fake engine."""
+    """Run the program in this process, in an empty folder, with a fake engine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(batch, "AsyncEngine", type("", (), {"from_config": lambda _: fake_async_engine(ANSWERS)}))
 
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 
 def rows(path: str | Path) -> dict[int, dict[str, Any]]:
-    """The rows of a file, which must be complete and different."""
+    """Return the rows of a file. They must be complete and different."""
     found = [json.loads(line) for line in Path(path).read_bytes().splitlines()]
     indices = [row["index"] for row in found]
     assert len(set(indices)) == len(indices)
@@ -81,7 +81,7 @@ def test_each_row_has_the_answer_or_the_error_of_its_line(run: Run) -> None:
     assert found[7]["error"]["type"] == "RequestTooLargeError"
 
 
-def test_a_finished_job_that_is_resumed_changes_nothing(run: Run) -> None:
+def test_resuming_a_finished_job_changes_nothing(run: Run) -> None:
     write("in", *"abcde")
     assert run("in", "out").returncode == 0
     before = Path("out").read_bytes(), Path("out.journal").read_bytes()
@@ -90,7 +90,7 @@ def test_a_finished_job_that_is_resumed_changes_nothing(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["out", "out.journal"])
-def test_files_that_exist_are_refused_without_resume(run: Run, name: str) -> None:
+def test_existing_files_are_refused_without_resume(run: Run, name: str) -> None:
     write("in", "a")
     Path(name).write_text("precious")
     done = run("in", "out")
@@ -99,7 +99,7 @@ def test_files_that_exist_are_refused_without_resume(run: Run, name: str) -> Non
     assert Path(name).read_text() == "precious"
 
 
-def test_another_input_and_other_parameters_are_refused(run: Run) -> None:
+def test_resuming_with_changed_input_or_parameters_is_refused(run: Run) -> None:
     write("in", "a", "b")
     write("other", "a", "c")
     write("shorter", "a")
@@ -116,7 +116,7 @@ def test_another_input_and_other_parameters_are_refused(run: Run) -> None:
     assert Path("out").read_bytes() == before
 
 
-def test_an_input_that_has_grown_is_continued(run: Run) -> None:
+def test_job_continues_if_rows_were_appended_to_its_input(run: Run) -> None:
     write("in", "a", "b")
     assert run("in", "out").returncode == 0
     before = Path("out").read_bytes()
@@ -137,7 +137,7 @@ def test_an_input_that_has_grown_is_continued(run: Run) -> None:
         (("in", "out", "--temperature", "9"), 2, "temperature must be"),
     ],
 )
-def test_wrong_command_lines(run: Run, argv: tuple[str, ...], status: int, message: str) -> None:
+def test_wrong_command_lines_are_refused(run: Run, argv: tuple[str, ...], status: int, message: str) -> None:
     write("in", "a")
     done = run(*argv)
     assert (done.returncode, done.stdout) == (status, "")
@@ -169,7 +169,7 @@ def test_rows_come_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
 
 
-def test_rows_in_the_form_of_openai_are_answered_as_by_the_server(run: Run) -> None:
+def test_openai_rows_have_the_answers_of_the_server(run: Run) -> None:
     def row(body: object, url: str = "/v1/chat/completions", **more: object) -> dict[str, object]:
         return {"custom_id": f"id of {url}", "method": "POST", "url": url, "body": body, **more}
 
@@ -214,9 +214,7 @@ def test_rows_in_the_form_of_openai_are_answered_as_by_the_server(run: Run) -> N
     assert Path("out").read_bytes() == before
 
 
-def test_rows_in_the_form_of_openai_wait_while_the_engine_is_overloaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openai_rows_wait_while_the_engine_is_overloaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = type("", (), {"from_config": lambda _: fake_async_engine(ANSWERS, max_running=1, max_queued=1)})
     monkeypatch.setattr(batch, "AsyncEngine", narrow)
     write("in", *[{"url": "/v1/chat/completions", "body": CHAT}] * 5)
@@ -236,7 +234,7 @@ def test_row_that_an_endpoint_cannot_handle_has_status_500(run: Run, monkeypatch
     assert found["batch_req_0"]["body"] == {"error": {"message": "Internal Server Error"}}
 
 
-def test_missing_packages_end_a_job_with_rows_in_the_form_of_openai(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_end_a_job_with_openai_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastapi", None)
     # other tests may have imported them
     for name in ("aioengine.cli.openai_rows", "aioengine.openai", "aioengine.openai.router"):
@@ -247,7 +245,7 @@ def test_missing_packages_end_a_job_with_rows_in_the_form_of_openai(run: Run, mo
     assert "need the package fastapi: pip install 'aioengine[server]'" in done.stderr
 
 
-def test_the_bar_shows_the_rows_of_a_file(run: Run) -> None:
+def test_progress_bar_counts_the_rows_of_the_file(run: Run) -> None:
     write("in", "a", "!", "b")
     shown = run("in", "out", "--progress").stderr
     assert "2/2" in shown
@@ -274,7 +272,7 @@ def kill_and_resume(folder: Path, num_kills: int, seed: int) -> None:
     (folder / "in").write_text("".join(f'"row {index}"\n' for index in range(NUM_ROWS)))
     num_bytes_of_row, num_killed = 400, 0
     for number in range(num_kills):
-        # The moment depends on the size of the file, so that it comes on slow machines too; some come before any row.
+        # The program is killed at a random size of the file, so this also works on slow machines. The size may be 0.
         num_bytes = size(folder / "out") + draw.randrange(num_bytes_of_row * NUM_ROWS // max(4, num_kills))
         is_early = draw.random() < 0.1
         program = start(folder, *(["--resume"] if number else []))
@@ -297,19 +295,19 @@ def kill_and_resume(folder: Path, num_kills: int, seed: int) -> None:
 
 
 @pytest.mark.process
-def test_a_killed_job_continues_and_has_each_row_once(tmp_path: Path) -> None:
+def test_killed_job_continues_and_writes_each_row_once(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, 3, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("seed", range(5))
-def test_jobs_killed_fifty_times_have_each_row_once(tmp_path: Path, seed: int) -> None:
+def test_jobs_killed_fifty_times_write_each_row_once(tmp_path: Path, seed: int) -> None:
     kill_and_resume(tmp_path, 10, seed=seed + 10)
 
 
 @pytest.mark.process
-def test_ctrl_c_ends_a_job(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("".join(f'"row {index}"\n' for index in range(NUM_ROWS)))
     program = start(tmp_path)
     while size(tmp_path / "out") < 400 and program.poll() is None:

@@ -1,4 +1,4 @@
-"""The command line: answers on stdout, errors on one line of stderr, quiet ends."""
+"""The command line prints answers to stdout, errors as one line to stderr, and ends without a traceback."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def run(*argv: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """The program in a process of its own, as a shell starts it."""
+    """Run the program in its own process, as a shell does."""
     command = [sys.executable, "-m", "aioengine", *argv]
     return subprocess.run(command, cwd=ROOT, input=given or "", capture_output=True, text=True, timeout=90, check=False)
 
@@ -53,7 +53,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def run_here(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the program in this process, on an engine that tests share; its arguments must not configure the engine."""
+    """Run the program in this process with a shared engine. Its arguments must not configure the engine."""
     shared = type("", (), {"from_config": staticmethod(lambda _: contextlib.nullcontext(engine))})
     monkeypatch.setattr(commands, "Engine", shared)
 
@@ -67,7 +67,7 @@ def run_here(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.fixture
 def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``aioengine bench``, run in this process, measures the fake model."""
+    """Let ``aioengine bench`` in this process measure the fake model."""
     faked = type("", (), {"from_config": staticmethod(lambda _: fake_async_engine())})
     monkeypatch.setattr(benchmark, "AsyncEngine", faked)
 
@@ -79,7 +79,7 @@ def parsed(*argv: str) -> flags.Arguments:
     return flags.read(argv)
 
 
-def test_the_help_of_every_command_has_the_default_of_every_constructor_argument() -> None:
+def test_help_of_every_command_has_all_arguments_with_their_defaults() -> None:
     for command in COMMANDS:
         with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
             flags.read([command, "--help"])
@@ -91,7 +91,7 @@ def test_the_help_has_the_defaults_of_the_sampling_flags() -> None:
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
         flags.read(["chat", "--help"])
     words = " ".join(printed.getvalue().split())
-    assert "0 (always the most likely token) to 2 (default: 0.0)" in words  # not 1, as of the other calls
+    assert "0 (always the most likely token) to 2 (default: 0.0)" in words  # not 1 as in other calls
     assert "maximum output tokens (default: 128)" in words
 
 
@@ -160,7 +160,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"aioengine \d+\.\d+\S*\n", capsys.readouterr().out)
 
 
-def test_the_workload_of_a_benchmark() -> None:
+def test_bench_creates_the_requested_workload() -> None:
     workload = parsed("bench", "--num-prompts", "3", "--concurrency", "2").workload()
     assert workload == Workload(num_prompts=3, prompt_tokens=128, output_tokens=64, concurrency=2)
     assert [percentile([3.0, 1.0, 2.0], percent) for percent in (1, 50, 90, 100)] == [1.0, 2.0, 3.0, 3.0]
@@ -194,7 +194,7 @@ def test_the_workload_of_a_benchmark() -> None:
         ([], "the following arguments are required"),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_status_2(
+def test_wrong_flag_has_an_error_of_one_line_and_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -219,7 +219,9 @@ def test_a_wrong_flag_is_one_line_and_status_2(
         ),
     ],
 )
-def test_failures_are_one_line_and_status_1(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_have_an_error_of_one_line_and_status_1(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert_fails(argv, 1, message, capsys)
 
 
@@ -239,7 +241,7 @@ def test_failures_are_one_line_and_status_1(argv: list[str], message: str, capsy
         (["chat", "--stop-regex", "("], "stop_regex '(' is not a valid pattern"),
     ],
 )
-def test_a_wrong_value_is_one_line_and_status_2(
+def test_wrong_value_has_an_error_of_one_line_and_status_2(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_fails(argv, 2, message, capsys)
@@ -257,7 +259,7 @@ def assert_fails(argv: list[str], status: int, message: str, capsys: pytest.Capt
 # ---------------------------------------------------------------- info
 
 
-def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_prints_versions_machine_model_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json", "--page-size", "8"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {"versions", "machine", "model", "settings"}
@@ -275,7 +277,7 @@ def test_info_tells_versions_machine_model_and_settings(capsys: pytest.CaptureFi
     assert re.search(r"max_total_tokens +as much as fits into memory\n", text)
 
 
-def test_info_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_prints_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(4)}
     folder = write_adapter(tmp_path / "a", rank=4, layers=layers)
     assert main(["info", "--json", "--lora-paths", f"math={folder}"]) == 0
@@ -295,7 +297,7 @@ def test_info_reads_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.process
-def test_generate_prints_the_answer_alone(engine: Engine) -> None:
+def test_generate_prints_only_the_answer(engine: Engine) -> None:
     expected = engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 12})["text"]
     done = run("generate", "The capital of France is", "--max-new-tokens", "12")
     assert (done.returncode, done.stdout, done.stderr) == (0, expected + "\n", "")
@@ -320,7 +322,7 @@ def test_a_prompt_may_come_from_standard_input(prompt: list[str], run_here: Run)
 
 
 @pytest.mark.process
-def test_errors_of_the_request_are_one_line_too(run_here: Run) -> None:
+def test_request_errors_have_one_line(run_here: Run) -> None:
     done = run_here("generate", "x", "--max-new-tokens", "999999")
     assert (done.returncode, done.stdout) == (1, "")
     assert "max_new_tokens=999999" in done.stderr
@@ -353,7 +355,7 @@ def test_chat_answers_each_line_of_its_input(run_here: Run) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
+def test_generate_uses_an_adapter(run_here: Run, tmp_path: Path) -> None:
     layers = {f"model.layers.{i}.mlp.down_proj": (256, 896) for i in range(4)}
     write_adapter(tmp_path, rank=8, layers=layers, config={"lora_alpha": 400})
     asked = {"given": "What is the capital of Norway?\n"}
@@ -366,7 +368,7 @@ def test_an_adapter_answers(run_here: Run, tmp_path: Path) -> None:
         assert "serves no LoRA adapters" in done.stderr
 
 
-def test_a_conversation_that_is_too_long_begins_anew(
+def test_chat_starts_again_if_the_conversation_is_too_long(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faked = type("", (), {"from_config": staticmethod(lambda _: fake_engine(context_length=64))})
@@ -440,7 +442,7 @@ def start(command: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
-def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) -> None:
+def test_answers_with_letters_outside_the_output_encoding_are_printed(encoding: str) -> None:
     command = [sys.executable, "-c", REPEATING, "generate", "x", "--max-new-tokens", "90"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=90, check=False)
@@ -458,7 +460,7 @@ def test_an_answer_in_letters_that_the_output_has_not_is_printed(encoding: str) 
         ("chat", {"LC_ALL": "C.UTF-8"}),
     ],
 )
-def test_input_that_is_not_utf_8_is_named(command: str, settings: dict[str, str]) -> None:
+def test_input_that_is_not_utf_8_is_refused(command: str, settings: dict[str, str]) -> None:
     line = [sys.executable, "-c", REPEATING, command, "--no-progress"]
     environment = {**os.environ, **settings}
     done = subprocess.run(
@@ -487,7 +489,9 @@ def test_input_that_is_not_utf_8_is_named(command: str, settings: dict[str, str]
         (["generate", "x", "--chat-template", "{{ caf\udce9 }}"], "--chat-template"),
     ],
 )
-def test_arguments_that_are_not_utf_8_are_named(argv: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_not_utf_8_are_refused(
+    argv: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert_fails(argv, 2, f"{name} is not utf-8: it has the byte 0xe9", capsys)
 
 
@@ -521,14 +525,14 @@ STARTS = {
         ("script", "aioengine.cli.flags"),
     ],
 )
-def test_ctrl_c_during_the_imports_ends_it_without_a_word(how: str, module: str) -> None:
+def test_ctrl_c_during_the_imports_prints_nothing(how: str, module: str) -> None:
     program = INTERRUPTED_IMPORT.format(module=module, start=STARTS[how])
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=90, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @pytest.mark.process
-def test_ctrl_c_ends_it_without_a_word() -> None:
+def test_ctrl_c_prints_nothing() -> None:
     process = start(["-c", SLOW, "generate", "Once", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(8)
@@ -538,7 +542,7 @@ def test_ctrl_c_ends_it_without_a_word() -> None:
 
 
 @pytest.mark.process
-def test_a_closed_pipe_is_no_error() -> None:
+def test_closed_pipe_is_not_an_error() -> None:
     process = start(["-c", SLOW, "generate", "Once", *ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(8)
@@ -561,7 +565,7 @@ class Terminal:
         self.seen = ""
 
     def wait_for(self, text: str, timeout_s: float = 30) -> None:
-        """Read until the text has appeared after what was waited for last."""
+        """Read until the text appears after the last text that was waited for."""
         deadline = time.monotonic() + timeout_s
         while text not in self.seen:
             assert time.monotonic() < deadline, self.seen
@@ -575,8 +579,8 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def close(self) -> int:
-        """Read to the end; its status."""
-        with contextlib.suppress(OSError):  # nothing has the other end open
+        """Read to the end, and return the exit status."""
+        with contextlib.suppress(OSError):  # the other end is closed
             while True:
                 self.wait_for_more()
         os.close(self._master)
@@ -584,7 +588,7 @@ class Terminal:
 
 
 @pytest.mark.process
-def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
+def test_ctrl_c_ends_the_answer_of_a_chat_and_ctrl_d_the_chat() -> None:
     terminal = Terminal("-c", SLOW, "chat", *ENDLESS, "--no-progress")
     terminal.wait_for("Ctrl-C ends an answer; at the prompt, Ctrl-C and Ctrl-D end the conversation.")
     terminal.wait_for("> ")
@@ -601,7 +605,7 @@ def test_chat_on_a_terminal_survives_ctrl_c_and_leaves_with_ctrl_d() -> None:
 
 
 @pytest.mark.process
-def test_ctrl_c_at_the_prompt_ends_the_chat_and_the_line() -> None:
+def test_ctrl_c_at_the_prompt_ends_the_chat() -> None:
     terminal = Terminal("-c", SLOW, "chat", *ENDLESS, "--no-progress")
     terminal.wait_for("> ")
     time.sleep(0.3)

@@ -29,7 +29,7 @@ def long_files(files: tuple[Module, ...]) -> set[str]:
 
 
 def mixins(file: Module) -> list[str]:
-    """Classes with more than one base class; Protocol and Generic do not count."""
+    """Return classes with more than one base class. Protocol and Generic do not count."""
     names: list[str] = []
     for node in classes(file.tree):
         bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
@@ -39,7 +39,7 @@ def mixins(file: Module) -> list[str]:
 
 
 def unannotated(file: Module) -> list[str]:
-    """Functions with a parameter or a return without a type."""
+    """Return functions with a parameter or a result without a type."""
     lines: list[str] = []
     for name, function in functions(file.tree):
         parameters = function.args
@@ -52,7 +52,7 @@ def unannotated(file: Module) -> list[str]:
 
 
 def hiding_excepts(file: Module) -> list[str]:
-    """Broad handlers that neither raise nor use the exception."""
+    """Return broad handlers that neither raise nor use the exception."""
     lines: list[str] = []
     for node in ast.walk(file.tree):
         if isinstance(node, ast.ExceptHandler) and is_broad(node):
@@ -72,7 +72,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def unread_attributes(files: tuple[Module, ...]) -> set[str]:
-    """Attributes of ``self`` that are set but never read, for example under a name that was changed elsewhere."""
+    """Return attributes of ``self`` that are set but never read, for example because of a renaming."""
     written: set[str] = set()
     read = set(READ_BY_OTHERS)
     for node in (node for file in files for node in ast.walk(file.tree)):

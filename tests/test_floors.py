@@ -1,4 +1,4 @@
-"""Who may import whom: the floors of the design, and no cycles. torch and zmq meet in ``processes`` alone."""
+"""Checks which modules may import each other (the floors of the design), and that there are no import cycles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.source import Import, Module, imports, module, modules
 
 
 class Floor(NamedTuple):
-    """``lines``: groups of modules; within a group, one may import only what stands to its right. ``below``: floors
+    """``lines``: groups of modules. In a group, a module may import only modules to its right. ``below``: floors
     that may be imported. ``packages``: third-party packages. ``banned``: modules of the standard library."""
 
     lines: tuple[str, ...]
@@ -99,7 +99,7 @@ UNITS = {word for floor in FLOORS.values() for line in floor.lines for word in w
 
 
 def unit(name: str) -> str:
-    """The longest part of a dotted name that the table has: "aioengine.text.stop" is in "text"."""
+    """Return the longest prefix of a dotted name in the table, such as "text" for "aioengine.text.stop"."""
     parts = name.split(".")[1:]
     prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     part = next((prefix for prefix in prefixes if prefix in UNITS), parts[0] if parts else "aioengine")
@@ -121,7 +121,7 @@ def is_right_of(line: str, importer: str, imported: str) -> bool:
 
 
 def own_floor_allows(floor: Floor, importer: str, imported: str) -> bool:
-    """Whether one part of a floor may import another: to the right on its line; on floor 0 also any other line."""
+    """Return whether a part of a floor may import another: right of it, or on floor 0 in another line."""
     mine = next(line for line in floor.lines if importer in words(line))
     if importer == imported or is_right_of(mine, importer, imported):
         return True
@@ -129,7 +129,7 @@ def own_floor_allows(floor: Floor, importer: str, imported: str) -> bool:
 
 
 def violation(of: Module, found: Import) -> str | None:
-    """What is wrong with this import, or None."""
+    """Return the error of this import, or None."""
     part, top = unit(of.name), found.target.split(".")[0]
     floor_name = next((low for path, low in STRICTER.items() if of.place.startswith(path)), floor_of(of.name))
     if floor_name is None:
@@ -176,7 +176,7 @@ def test_every_import_goes_down() -> None:
     assert [line for of in modules() for line in violations(of)] == []
 
 
-def test_torch_and_zmq_meet_in_processes_only() -> None:
+def test_only_processes_import_both_torch_and_zmq() -> None:
     for of in modules():
         packages = {entry.target.split(".")[0] for entry in imports(of)}
         assert not {"torch", "zmq"} <= packages or of.place.startswith("processes/"), of.place
@@ -191,8 +191,7 @@ def test_no_modules_import_each_other_for_types() -> None:
 
 
 def circles(files: Iterable[Module], *, with_typing: bool) -> set[str]:
-    """The modules that import themselves by way of others. ``with_typing``: imports inside functions and under
-    TYPE_CHECKING count too."""
+    """Return the modules in import cycles. ``with_typing``: including imports in functions and under TYPE_CHECKING."""
     files = tuple(files)
     names = {of.name for of in files}
     graph = {of.name: imported_modules(of, names, with_typing=with_typing) for of in files}
@@ -210,7 +209,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def imported_modules(of: Module, names: set[str], *, with_typing: bool) -> set[str]:
-    """The modules of the package that this one imports; without ``with_typing`` those that run when it is imported."""
+    """Return the imported modules of the package. ``with_typing``: also those in functions and under TYPE_CHECKING."""
     targets = {entry.target for entry in imports(of) if with_typing or not (entry.is_typing or entry.is_inner)}
     found = {next((part for part in (target, target.rpartition(".")[0]) if part in names), None) for target in targets}
     return {name for name in found if name and name != of.name}

@@ -1,4 +1,4 @@
-"""``import aioengine`` is cheap and changes nothing in the program that does it."""
+"""``import aioengine`` is fast and does not change the program."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(json.dumps([name for name in before if before[name] != after[name]]))
 
 
 def run(code: str) -> list[str]:
-    """What the code prints as JSON, in a fresh interpreter in the checkout."""
+    """Run code in a new interpreter in the checkout, and return the JSON that it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
@@ -76,7 +76,7 @@ def test_engine_import_is_small() -> None:
 
 
 def test_child_processes_start_without_asyncio_and_numpy() -> None:
-    """Each takes as long as all other imports of a detokenizer."""
+    """Each of them takes as long as all other imports of a detokenizer process."""
     names = "aioengine.processes.scheduler_process, aioengine.processes.detokenizer_process"
     loaded = run(f"import json, sys, {names}; print(json.dumps(list(sys.modules)))")
     assert [name for name in (*HEAVY, "asyncio") if name in loaded] == []
@@ -104,7 +104,7 @@ def test_dependencies_equal_the_imported_packages() -> None:
     declared, optional = map(names_of, (project["dependencies"], of_features))
     tops = {entry.target.split(".")[0] for of in modules() for entry in imports(of)}
     imported = {PACKAGE_NAMES.get(name, name) for name in tops - sys.stdlib_module_names - {"aioengine"}}
-    others = {"starlette", "triton", "typing_extensions"}  # which come with FastAPI, torch, and type checkers
+    others = {"starlette", "triton", "typing_extensions"}  # these come with FastAPI, torch and type checkers
     assert imported - optional - others == declared
 
 

@@ -1,4 +1,4 @@
-"""One word for one thing: names that are not used, wherever something is given a name."""
+"""Checks names in the package: no vague class names, abbreviations, or synonyms of our terms."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.kit.source import Function, Module, classes, module, modules
 from tests.test_floors import floor_of
 
 CLASS_WORDS = "Manager Handler Helper Util Utils Wrapper Processor Context Mixin Base".split()
-"""Not the whole of a class's name nor its last word; LogitsProcessor is the one exception."""
+"""Forbidden as the name of a class or its last word, except in LogitsProcessor."""
 
 ABBREVIATIONS = "req reqs seq seqs tok toks cfg mgr fi fa ctx proc procs attn cnt bs idx".split()
-"""Not a word of any name. Names of weights in checkpoints are strings, and free."""
+"""Forbidden as a word of any name. Names of weights in checkpoints are strings and not checked."""
 
 OTHER_WORDS = {
     "block_table": "page_table",
@@ -47,22 +47,22 @@ OTHER_WORDS = {
     "stop_words": "stop strings",
     "lora_id": "adapter",
 }
-"""Word that is not used -> the word for it."""
+"""Forbidden word -> the word to use."""
 
 INNER_FLOORS = ("0", "1", "2", "2'", "2t", "3")
 PUBLIC_ONLY = {"rid": "uid", "meta_info": "(floor 4 only)"}
 
 SAME_NAME = {"__init__", "_base", "base", "torch"}
-"""File names that may stand in several folders: the same role in each. (A kernel is named after its operation.)"""
+"""File names that several folders may have. (Kernels are not checked: they are named after their operation.)"""
 
 
 def words(name: str) -> list[str]:
-    """The words of a name: "num_pages" and "NumPages" give ["num", "pages"]."""
+    """Return the words of a name: "num_pages" and "NumPages" have ["num", "pages"]."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
-def given_names(of: Module) -> Iterator[tuple[str, int]]:
-    """Every name that this file gives to something of its own."""
+def defined_names(of: Module) -> Iterator[tuple[str, int]]:
+    """Yield the names that a file defines, with their lines."""
     yield of.name.rpartition(".")[2], 1
     for node in ast.walk(of.tree):
         if isinstance(node, Function | ast.ClassDef):
@@ -78,14 +78,14 @@ def given_names(of: Module) -> Iterator[tuple[str, int]]:
 
 
 def wrong_names(of: Module) -> list[str]:
-    found = [(name, line, why) for name, line in given_names(of) if (why := what_is_wrong(name, of))]
+    found = [(name, line, why) for name, line in defined_names(of) if (why := what_is_wrong(name, of))]
     found += [(node.name, node.lineno, "a class is a thing") for node in classes(of.tree) if is_vague(node.name)]
     return sorted({f"{of.place}:{line}: {name}: {why}" for name, line, why in found})
 
 
 @cache
 def wrong_word(name: str) -> str | None:
-    """Cached, because most names are given many times."""
+    """Return the error of a name. Cached, because most names are defined many times."""
     joined = f"_{'_'.join(words(name))}_"
     if short := next((word for word in ABBREVIATIONS if f"_{word}_" in joined), None):
         return f"write {short!r} out"
@@ -96,7 +96,7 @@ def wrong_word(name: str) -> str | None:
 
 def what_is_wrong(name: str, of: Module) -> str | None:
     if of.place == "api/signatures.py" and name in {*ARGUMENTS, *ALIASES}:
-        return None  # the keyword arguments of the contract
+        return None  # these are arguments of users
     if wrong := wrong_word(name):
         return wrong
     if name.startswith(("enable_", "disable_")) and floor_of(of.name) in INNER_FLOORS:

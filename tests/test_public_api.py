@@ -1,5 +1,6 @@
-"""What users may rely on: the public names with their signatures are written down in public_api.txt and do not change
-by accident. After a change that is meant: ``python -m tests.test_public_api > tests/public_api.txt``.
+"""Public names and their signatures equal public_api.txt, so that they do not change by accident.
+
+After an intended change: ``python -m tests.test_public_api > tests/public_api.txt``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SAMPLE = Path(__file__).parent / "typing" / "sample.py"
 
 
 def surface() -> list[str]:
-    """One line for each public name and each public member of a public class."""
+    """Return a line for each public name and each public member of a public class."""
     helpers = [getattr(http, name) for name in http.__all__]
     return [
         *(line for name in sorted(aioengine.__all__) for line in described(name, vars_of(name))),
@@ -50,7 +51,7 @@ def described(name: str, value: object) -> Iterator[str]:
 
 
 def members(of: type) -> Iterator[str]:
-    """Public methods and properties that the package itself defines."""
+    """Return public methods and properties that the package defines."""
     fields = set(of.__struct_fields__) if issubclass(of, msgspec.Struct) else set[str]()
     for attribute in dir(of):
         owner = next(base for base in of.__mro__ if attribute in vars(base))
@@ -66,7 +67,7 @@ def members(of: type) -> Iterator[str]:
 
 
 def signature(of: object) -> str:
-    """The parameters with their defaults and types, less self."""
+    """Return the parameters with their defaults and types, without self."""
     try:
         found = inspect.signature(of)  # type: ignore[arg-type]
     except ValueError:
@@ -117,18 +118,18 @@ def test_everything_public_has_a_docstring() -> None:
     assert list(undocumented()) == []
 
 
-def test_nothing_public_is_missing_from_all() -> None:
+def test_all_has_only_existing_names_and_each_once() -> None:
     assert len(set(aioengine.__all__)) == len(aioengine.__all__)
     assert all(hasattr(aioengine, name) for name in aioengine.__all__)
 
 
-def test_every_error_is_one_that_the_documentation_tells_to_catch() -> None:
+def test_every_error_has_a_documented_base_class() -> None:
     found = [value for name in aioengine.__all__ if is_error(value := vars_of(name))]
     assert len(found) >= 10
     assert all(issubclass(error, (ValueError, TypeError, RuntimeError)) for error in found)
 
 
-def test_every_error_of_the_tree_is_public() -> None:
+def test_every_error_class_is_public() -> None:
     names = {name for name, value in vars(aioengine.errors).items() if is_error(value)}
     assert names <= set(aioengine.__all__)
 

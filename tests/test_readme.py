@@ -1,4 +1,4 @@
-"""The documentation tells the truth: its tables equal the code, its links lead somewhere, README stays short."""
+"""The documentation agrees with the code, its links work, and README is short."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_first_two_shell_lines_install_and_run_and_test() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=place)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_not_broken(page: Path) -> None:
     assert broken_links(page) == []
 
 
@@ -55,17 +55,17 @@ def test_every_guide_is_listed_and_every_feature_has_a_guide() -> None:
     assert [row for row in features if not links(row)] == []
 
 
-def test_settings_equal_the_arguments() -> None:
+def test_table_of_settings_equals_the_arguments() -> None:
     expected = {name: [argument.help, argument.default_text] for name, argument in ARGUMENTS.items()}
     assert table(guide("settings"), "argument") == expected
 
 
-def test_sampling_parameters_equal_their_table() -> None:
+def test_table_of_sampling_parameters_equals_the_code() -> None:
     expected = {name: [str(row.default), row.doc] for name, row in PARAMETERS.items()}
     assert table(guide("sampling"), "parameter") == expected
 
 
-def test_other_names_of_sampling_parameters_equal_their_table() -> None:
+def test_table_of_sampling_parameter_aliases_equals_the_code() -> None:
     rows = table(guide("sampling"), "name").items()
     assert {name: cells[0].strip("`") for row, cells in rows for name in names_in(row)} == ALIASES
 
@@ -74,12 +74,12 @@ def names_in(cell: str) -> list[str]:
     return re.findall(r"\w+", cell)
 
 
-def test_other_names_of_settings_equal_the_aliases() -> None:
+def test_table_of_setting_aliases_equals_the_code() -> None:
     rows = table(guide("coming_from"), "argument of the constructor")
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == foreign_names.ALIASES
 
 
-def test_errors_equal_the_tree() -> None:
+def test_table_of_errors_equals_the_code() -> None:
     public = {name: value for name in aioengine.__all__ if inspect.isclass(value := getattr(aioengine, name))}
     errors = {name: value for name, value in public.items() if issubclass(value, Exception)}
     expected = {
@@ -126,7 +126,7 @@ def test_page_helpers_find_mistakes(tmp_path: Path) -> None:
     assert links("[a](b.md#c) [d](https://x) ![e](f)\n```\n[g](h)\n```\n") == ["b.md#c", "f"]
 
 
-def test_the_page_of_the_tests_names_tests_for_every_module() -> None:
+def test_tests_readme_names_tests_for_every_module() -> None:
     tests = ROOT / "tests"
     rows = table(text_of(tests / "README.md"), "part of the package")
     parts = {part for row in rows for part in re.findall(r"[\w./]+\w(?:\.py|/)", row)}

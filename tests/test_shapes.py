@@ -1,4 +1,4 @@
-"""Tensor functions on the floors with torch name the shapes of what they take and return."""
+"""Docstrings of tensor functions contain the shapes of their arguments and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def takes_arrays(function: Function) -> bool:
 
 
 def without_shapes(of: Module) -> Iterator[str]:
-    """The functions of arrays whose docstring has no shape, such as [T, D]. Triton's kernels take pointers."""
+    """Return functions of tensors without a shape such as [T, D] in the docstring. Triton kernels take pointers."""
     for name, function in functions(of.tree):
         is_kernel = any("jit" in decorator for decorator in decorators(function))
         if takes_arrays(function) and not is_kernel and "[" not in (ast.get_docstring(function) or ""):

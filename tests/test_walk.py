@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.host import walk
 
 
-async def test_the_walk_goes_all_the_way() -> None:
+async def test_walk_reaches_the_first_chunk() -> None:
     found = await walk.measure()
     files = list(found)
     assert (files[0], found["api/engine.py"][0]) == ("api/engine.py", "BaseEngine.async_generate")
@@ -14,6 +14,6 @@ async def test_the_walk_goes_all_the_way() -> None:
     assert [file for file in files if file.startswith(walk.STAND_INS)] == []
 
 
-async def test_the_list_can_be_printed() -> None:
+async def test_walk_can_be_printed() -> None:
     printed = list(walk.lines({"a.py": ["A.f", "A.g", "A.f"], "b.py": ["h"]}, with_functions=True))
     assert [line.strip() for line in printed] == ["3  a.py", "A.f", "A.g", "1  b.py", "h", "4 calls in 2 files"]

@@ -14,14 +14,14 @@ from tests.engine.engine_double import World
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The tests of this folder run on both kinds of loop, unless they have the mark ``one_loop``."""
+    """Run the tests of this folder on both kinds of loop, except tests with the mark ``one_loop``."""
     loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     return {"asyncio": loops["asyncio"]} if item.get_closest_marker("one_loop") else loops
 
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[World]:
-    """A started engine over the stand-in. Blocking the loop's thread fails the test."""
+    """A started engine with a double of its processes. Blocking the loop's thread fails the test."""
     here = World()
     await here.engine.start()
     blockbuster = BlockBuster()

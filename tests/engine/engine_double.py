@@ -1,4 +1,4 @@
-"""A stand-in for all processes of an engine: one loop, no subprocess, every message under the test's eyes."""
+"""A double of all processes of an engine, on the test's loop. It records every message."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ class CodePoints:
 
 
 class Request:
-    """A request as the stand-in holds it."""
+    """A request that the double computes."""
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
         self.num_output = 0
 
     def next_token(self) -> int:
-        """A letter that depends on the prompt, the seed and the position."""
+        """Return a letter that depends on the prompt, the seed and the position."""
         prompt = self.submit.prompt_token_ids
         seed = self.submit.sampling.seed if self.submit.sampling.temperature else 0
         return 97 + (sum(prompt) + seed + self.num_output) % 26
 
 
 class Double:
-    """Gives every live request one token in every step, and a step in every iteration unless ``is_held``."""
+    """Returns one token for each live request in each step. Steps follow each other unless ``is_held`` is set."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
@@ -95,7 +95,7 @@ class Double:
         self.controls: list[Control] = []
         self.in_flight: set[int] = set()
         self.is_held = False
-        self.is_deaf = False
+        self.ignores_aborts_and_controls = False
         self.is_stopped = False
         self.num_kills = 0
         self.step_s = 0.0
@@ -114,17 +114,17 @@ class Double:
                 self.max_live = max(self.max_live, len(self.live))
             elif isinstance(message, Abort):
                 self.aborts.append(message)
-                if not self.is_deaf:
+                if not self.ignores_aborts_and_controls:
                     self.end([uid for uid in message.uids if uid in self.live], message.code)
             else:
                 self.controls.append(message)
-                if not self.is_deaf:
+                if not self.ignores_aborts_and_controls:
                     reply = Reply(message.call_id, message.name != "flush_cache" or not self.live, "", '{"a": 1}')
                     asyncio.get_running_loop().call_soon(self.events.on_messages, [reply])
         self._step_soon()
 
     def end(self, uids: Sequence[int], code: FinishCode, message: str = "") -> None:
-        """End requests, a moment later."""
+        """End requests in the next iteration of the loop."""
         finished = [End(uid, code, stage="forward", message=message, ended_at=time.monotonic()) for uid in uids]
         for uid in uids:
             del self.live[uid]
@@ -133,7 +133,7 @@ class Double:
             asyncio.get_running_loop().call_soon(self.events.on_messages, [chunks])
 
     def step(self) -> None:
-        """One token for everybody."""
+        """Return one token for each request."""
         requests = list(self.live.items())
         finished: list[End] = []
         uids: list[int] = []
@@ -196,7 +196,7 @@ class Double:
 
 
 class World:
-    """An engine and its stand-in."""
+    """An engine and the double of its processes."""
 
     def __init__(self, *, max_running: int = 8, queue: QueueConfig | None = None, with_tokenizer: bool = True) -> None:
         self.tokenizer = CodePoints()
@@ -231,6 +231,6 @@ class World:
 
 
 def expected_text(prompt: str, length: int, seed: int = 0) -> str:
-    """What the stand-in answers at temperature 0, or with ``seed``."""
+    """Return the answer of the double at temperature 0, or with ``seed``."""
     start = sum(prompt.encode()) + seed
     return "".join(chr(97 + (start + position) % 26) for position in range(length))

@@ -1,4 +1,4 @@
-"""Scores and beam searches whose requests are aborted fail with an error: they give no answer of what was there."""
+"""Scores and beam searches fail with an error if their requests are aborted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS: dict[str, Callable[[AsyncEngine], Coroutine[None, None, object]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_an_abort_is_an_error_of_the_call(call: str) -> None:
+async def test_aborted_search_raises_an_error(call: str) -> None:
     async with fake_async_engine({"": "one two three"}) as engine, asyncio.timeout(20):
         await engine.pause_generation("in_place")
         asked = asyncio.create_task(CALLS[call](engine))

@@ -1,4 +1,4 @@
-"""Streams that outlive their readers: left, attached to again, and every byte once."""
+"""Streams that continue without a reader: later readers attach to them, and no text is lost or repeated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def expected(engine: AsyncEngine, prompt: str = "a") -> str:
 
 
 async def read_some(engine: AsyncEngine, rid: str, text: str, num_chunks: int) -> tuple[str, bool]:
-    """Some chunks from where the text ends; whether the stream came to its end."""
+    """Read some chunks after ``text``. Return the text, and whether the stream has ended."""
     async with engine.attach(rid, len(text)) as stream:
         async for chunk in stream:
             assert chunk["text_offset"] == len(text)
@@ -90,7 +90,7 @@ async def test_stream_continues_without_its_reader_and_loses_nothing() -> None:
             await asyncio.sleep(draw.random() * 0.02)
             text, is_over = await read_some(engine, "x", text, draw.randint(1, 10))
         assert text == whole
-        # After the end it can be read again, from anywhere.
+        # after its end, the stream can be read again from any position
         for offset in (0, 1, 150, len(whole)):
             chunks = [chunk async for chunk in engine.attach("x", offset)]
             assert "".join(chunk["text"] for chunk in chunks) == whole[offset:]
@@ -156,28 +156,28 @@ async def test_a_new_reader_takes_over_from_one_that_is_still_there() -> None:
         chunk = await waiting
         assert chunk is None or chunk["text"]
         assert [chunk async for chunk in first] == []
-        await first.aclose()  # which does not detach the other
+        await first.aclose()  # leaving the first stream does not detach the second
         assert text + "".join([chunk["text"] async for chunk in second]) == whole
 
 
-async def test_attached_readers_see_aborts_errors_and_ends() -> None:
+async def test_attached_readers_receive_aborts_errors_and_ends() -> None:
     async with slow_engine(slow_reader="pause", slow_reader_timeout_s=0.05) as engine:
-        for act in ("abort", "deadline", "pause"):
-            timeout = 0.1 if act == "deadline" else None
+        for event in ("abort", "deadline", "pause"):
+            timeout = 0.1 if event == "deadline" else None
             params = {"max_new_tokens": 1000}
-            stream = engine.async_generate("a", params, stream=True, rid=act, resume_ttl=TTL_S, timeout=timeout)
+            stream = engine.async_generate("a", params, stream=True, rid=event, resume_ttl=TTL_S, timeout=timeout)
             await anext(stream)
-            if act == "pause":
+            if event == "pause":
                 await until(lambda: engine.stats()["num_waiting"] == 1)
             await stream.aclose()
-            if act == "abort":
+            if event == "abort":
                 engine.abort_request("abort")
             await until(lambda: engine.stats()["num_streams"] == 0)
-            last = [chunk async for chunk in engine.attach(act)][-1]["meta_info"]
-            assert last["finish_reason"] == ("length" if act == "pause" else act)
+            last = [chunk async for chunk in engine.attach(event)][-1]["meta_info"]
+            assert last["finish_reason"] == ("length" if event == "pause" else event)
 
 
-async def test_wrong_arguments() -> None:
+async def test_wrong_arguments_are_refused() -> None:
     async with slow_engine() as engine:
         stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
         for options in ({"stream": False}, {"stream": True, "sampling_params": {"n": 2}}):
@@ -206,7 +206,7 @@ async def test_kept_streams_have_a_token_limit(monkeypatch: pytest.MonkeyPatch) 
         assert [len([chunk async for chunk in engine.attach(f"{number}")]) for number in (2, 3, 4)] == [1, 1, 1]
 
 
-async def test_short_ones_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_short_kept_streams_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", 5 * (1 + attachments.TOKENS_PER_REQUEST))
     async with fake_async_engine() as engine:
         for number in range(8):
@@ -217,7 +217,7 @@ async def test_short_ones_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("shows_prompt", [False, True])
-async def test_kept_streams_keep_prompts_only_on_request(monkeypatch: pytest.MonkeyPatch, shows_prompt: bool) -> None:
+async def test_prompt_is_kept_only_on_request(monkeypatch: pytest.MonkeyPatch, shows_prompt: bool) -> None:
     params = {"max_new_tokens": 1, "stop": ["never"]}
     num_counted = attachments.TOKENS_PER_REQUEST + 1 + 200 * shows_prompt
     monkeypatch.setattr(attachments, "MAX_KEPT_TOKENS", num_counted)
@@ -239,7 +239,7 @@ async def test_kept_streams_keep_prompts_only_on_request(monkeypatch: pytest.Mon
         assert len(chunk.get("prompt_token_ids", [])) == 200 * shows_prompt
 
 
-async def test_unread_output_is_kept_once() -> None:
+async def test_unread_output_is_stored_once() -> None:
     async with fake_async_engine() as engine:
         stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
         await until(lambda: engine.stats()["num_streams"] == 0)
@@ -264,7 +264,7 @@ async def test_oldest_ended_streams_are_dropped_first(monkeypatch: pytest.Monkey
             engine.attach("short")
 
 
-async def test_a_closed_engine_has_nothing_to_attach_to() -> None:
+async def test_attaching_to_a_closed_engine_is_refused() -> None:
     engine = slow_engine()
     async with engine:
         stream = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)
@@ -274,7 +274,7 @@ async def test_a_closed_engine_has_nothing_to_attach_to() -> None:
         engine.attach("x")
 
 
-def test_both_faces() -> None:
+def test_synchronous_engine_attaches() -> None:
     with fake_engine(step_time_s=0.0005, processes=False) as llm:
         whole = llm.generate("a", LONG)["text"]
         for chunk in llm.generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S):
@@ -286,7 +286,7 @@ def test_both_faces() -> None:
 
 
 @given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3))), st.data())
-def test_any_rest_of_a_log(pieces: list[tuple[str, list[int]]], data: st.DataObject) -> None:
+def test_log_returns_text_and_ids_from_any_offset(pieces: list[tuple[str, list[int]]], data: st.DataObject) -> None:
     log = Log()
     for text, ids in pieces:
         log.add(text, ids)
@@ -303,8 +303,8 @@ def test_any_rest_of_a_log(pieces: list[tuple[str, list[int]]], data: st.DataObj
         log.token_index(len(whole) + 1)
 
 
-async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another thread can: its row has ended, and the engine has not looked at that yet."""
+async def test_reader_attached_at_the_end_of_a_stream_closes_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread can attach after the row has ended, and before the engine has handled its end."""
     async with fake_async_engine() as engine:
         frontend = engine._frontend_here()
         plain, attached = frontend.delivery._on_ended, list[Stream]()
@@ -322,10 +322,10 @@ async def test_who_attaches_just_when_it_ends_closes_it(monkeypatch: pytest.Monk
         assert await engine.drain(1)
 
 
-async def test_attaching_during_the_check_for_the_end_keeps_the_stream(
+async def test_attaching_while_a_call_is_checked_for_its_end_keeps_it_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who reads is decided in one step, whatever the engine is doing at that moment."""
+    """The check and the attaching of a reader exclude each other."""
     async with slow_engine() as engine:
         whole = await expected(engine)
         await anext(engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S))
@@ -356,7 +356,7 @@ async def test_rows_of_a_call_are_read_under_the_lock() -> None:
         frontend = engine._frontend_here()
 
         class Guarded(dict[int, CallRow]):
-            """The rows of an output, which ``attach`` takes out of it."""
+            """Rows of a call that check the lock on each access."""
 
             def __iter__(self) -> Iterator[int]:
                 assert frontend._lock._is_owned()  # type: ignore[attr-defined]
@@ -376,7 +376,7 @@ async def test_rows_of_a_call_are_read_under_the_lock() -> None:
             [call] = frontend.calls.opened
             call.live = Guarded(call.live)
             if how == "suspend":
-                while (unread := call.read_position) is None:  # noqa: ASYNC110  # what is waited for has no event
+                while (unread := call.read_position) is None:  # noqa: ASYNC110  # this condition has no event
                     await asyncio.sleep(0)
                 frontend.calls.suspend(call, unread)
                 frontend.calls.on_read(call)
@@ -390,7 +390,7 @@ async def test_rows_of_a_call_are_read_under_the_lock() -> None:
             await until(lambda: not frontend.calls.opened)
 
 
-async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_time_to_live_of_an_ended_request_starts_when_its_reader_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(attachments, "time", SimpleNamespace(monotonic=lambda: now_s))
     async with slow_engine() as engine:
@@ -399,11 +399,11 @@ async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving(mon
         await anext(stream)
         await until(lambda: engine.stats()["num_streams"] == 0)
         now_s += 0.6
-        await asyncio.sleep(0.4)  # a timer would end here
+        await asyncio.sleep(0.4)  # longer than the time to live
         await stream.aclose()
         await asyncio.sleep(0.01)
         now_s += 0.15
-        second = engine.attach("x")  # and from the end of a second reader
+        second = engine.attach("x")  # the time starts again when a second reader leaves
         now_s += 0.6
         await asyncio.sleep(0.4)
         assert len("".join([chunk["text"] async for chunk in second])) == 20
@@ -416,8 +416,8 @@ async def test_the_time_of_an_ended_request_counts_from_its_reader_s_leaving(mon
             engine.attach("x")
 
 
-async def test_a_request_whose_end_was_read_is_forgotten() -> None:
-    """In time, although its reader does not leave: it may be read to the end by then or later, or have failed."""
+async def test_request_is_forgotten_after_its_end_was_read() -> None:
+    """Also if its reader does not leave: the first stream is read before the time is over, the second one after it."""
     async with slow_engine() as engine:
         params = {"max_new_tokens": 20, "temperature": 0}
         streams = [
@@ -435,8 +435,8 @@ async def test_a_request_whose_end_was_read_is_forgotten() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(leaves: bool) -> None:
-    """With a reader before that leaves then, so that the request is forgotten in time, or that reads on."""
+async def test_attaching_works_after_an_exception_anywhere_in_attaching(leaves: bool) -> None:
+    """An earlier reader leaves afterwards, or continues to read."""
     async with slow_engine() as engine:
         params = {"max_new_tokens": 50, "temperature": 0}
         whole = (await engine.async_generate("a", params))["text"]
@@ -449,7 +449,7 @@ async def test_an_exception_anywhere_in_attaching_leaves_a_state_to_attach_to(le
             with RaiseAtCall(num_places, FRONTEND, ENGINE) as injected, contextlib.suppress(KeyboardInterrupt):
                 kept = engine.attach(rid)
             is_raised = injected.is_raised
-            if kept is not None:  # at the last places nothing is raised
+            if kept is not None:  # nothing was raised in the last round
                 await kept.aclose()
             async with asyncio.timeout(30):
                 if leaves:

@@ -1,4 +1,4 @@
-"""Attaching from other threads while readers leave and times to live end: no reader waits for ever or loses text."""
+"""Attaching from other threads while readers leave and times to live end. No reader hangs or loses text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.engine_double import World, expected_text
 from tests.kit.waiting import rapid_switches, wait_until
 
 LIMIT_S = 20.0
-"""No reader needs so long; one that waits for ever fails the test."""
+"""Slower readers fail the test."""
 NUM_TOKENS = 400
 PARAMS = {"max_new_tokens": NUM_TOKENS, "temperature": 0}
 WHOLE = expected_text("a", NUM_TOKENS)
@@ -29,25 +29,25 @@ WHOLE = expected_text("a", NUM_TOKENS)
 
 @contextmanager
 def engine(step_s: float = 0.001) -> Iterator[Engine]:
-    """A sync engine whose loop is free between the steps, as with real processes."""
+    """Return a sync engine whose loop has time between the steps, as with real processes."""
     world = World()
     with Engine.from_blueprint(world.blueprint) as llm:
         world.double.step_s = step_s
         yield llm
 
 
-def together(*acts: Callable[[], object]) -> list[object]:
-    """Run these at once, each on a thread; their results, in order."""
-    threads = ThreadPoolExecutor(len(acts))
+def call_together(*calls: Callable[[], object]) -> list[object]:
+    """Call these at the same time on threads. Return the results in order."""
+    threads = ThreadPoolExecutor(len(calls))
     try:
-        futures = [threads.submit(act) for act in acts]
+        futures = [threads.submit(call) for call in calls]
         return [future.result(LIMIT_S) for future in futures]
     finally:
         threads.shutdown(wait=False)
 
 
 def checked(chunk: Chunk) -> str | None:
-    """Whether the text is what belongs at its offset; returns the finish reason."""
+    """Check the text at its offset. Return the finish reason."""
     offset = chunk["text_offset"]
     assert chunk["text"] == WHOLE[offset : offset + len(chunk["text"])]
     reason = chunk["meta_info"]["finish_reason"]
@@ -55,14 +55,14 @@ def checked(chunk: Chunk) -> str | None:
 
 
 def read_all(stream: ChunkIterator) -> str:
-    [text] = together(lambda: "".join(chunk["text"] for chunk in stream))
+    [text] = call_together(lambda: "".join(chunk["text"] for chunk in stream))
     assert isinstance(text, str)
     return text
 
 
 @pytest.mark.parametrize("ttl_s", [0.0003, 20.0])
-def test_a_reader_that_leaves_late_cuts_nothing_off(ttl_s: float) -> None:
-    """Each reader attaches at about the moment when the engine's loop notes that the one before has left."""
+def test_late_leaving_of_a_reader_does_not_affect_the_next_reader(ttl_s: float) -> None:
+    """Each reader attaches while the engine's loop handles the leaving of the previous reader."""
     draw = random.Random(ttl_s)
     with engine() as llm, rapid_switches():
         for number in range(15):
@@ -74,20 +74,20 @@ def test_a_reader_that_leaves_late_cuts_nothing_off(ttl_s: float) -> None:
                     pass
                 try:
                     stream = llm.attach(f"{number}")
-                except ValueError:  # its time was over
+                except ValueError:  # its time to live has ended
                     assert ttl_s < 1
                     break
                 time.sleep(2 * ttl_s if ttl_s < 1 else 0)
-                [chunk] = together(lambda stream=stream: next(stream, None))
+                [chunk] = call_together(lambda stream=stream: next(stream, None))
                 assert chunk is not None
             stream.abort()
-            together(lambda stream=stream: [checked(chunk) for chunk in stream])
+            call_together(lambda stream=stream: [checked(chunk) for chunk in stream])
         assert llm.drain(LIMIT_S)
 
 
 @pytest.mark.parametrize("ttl_s", [0.0005, 20.0])
-def test_readers_that_come_and_go_at_once(ttl_s: float) -> None:
-    """Each takes over from the one before, wherever it is; one of them reads the end, or nobody came in time."""
+def test_concurrent_readers_replace_each_other(ttl_s: float) -> None:
+    """Each reader replaces the previous one. One of them reads the end, unless the time to live ends first."""
     with engine(0.0002) as llm, rapid_switches():
 
         def come_and_go(rid: str, seed: float, first: ChunkIterator | None = None) -> str:
@@ -112,7 +112,7 @@ def test_readers_that_come_and_go_at_once(ttl_s: float) -> None:
         for number in range(8):
             rid = f"{number}"
             first = llm.generate("a", PARAMS, stream=True, rid=rid, resume_ttl=ttl_s)
-            ends = together(
+            ends = call_together(
                 lambda rid=rid, first=first: come_and_go(rid, 0, first),
                 *(lambda rid=rid, seed=seed: come_and_go(rid, seed) for seed in range(3)),
             )
@@ -120,8 +120,8 @@ def test_readers_that_come_and_go_at_once(ttl_s: float) -> None:
         assert llm.drain(LIMIT_S)
 
 
-def test_attaching_while_the_engine_is_shut_down() -> None:
-    """Readers read what there is, or get the error of a closed engine; none waits."""
+def test_attaching_during_shutdown_does_not_hang() -> None:
+    """Readers get the existing text or the error of a closed engine. None hangs."""
     with rapid_switches():
         for number in range(15):
             with engine() as llm:
@@ -143,34 +143,34 @@ def test_attaching_while_the_engine_is_shut_down() -> None:
                     time.sleep(pause_s)
                     llm.shutdown()
 
-                assert together(read, read, end) == ["closed", "closed", None]
+                assert call_together(read, read, end) == ["closed", "closed", None]
 
 
-# ---------------------------------------------------------------- forced: a switch of threads at the worst moment
+# ---------------------------------------------------------------- forced thread switches
 
 
-def test_a_reader_that_leaves_while_another_attaches_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_leaves_while_another_attaches_does_not_detach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Log.token_index
 
     def slow_place(log: Log, offset: int) -> int:
-        time.sleep(0.05)  # in which the engine's loop handles the leaving
+        time.sleep(0.05)  # the engine's loop handles the leaving
         return plain(log, offset)
 
-    with engine(0.1) as llm:  # between two steps the loop has nothing else to do
+    with engine(0.1) as llm:  # the loop is idle between two steps
         monkeypatch.setattr(Log, "token_index", slow_place)
         params = {"max_new_tokens": 4, "temperature": 0}
         first = llm.generate("a", params, stream=True, rid="x", resume_ttl=20.0)
         next(first)
-        second, _ = together(lambda: llm.attach("x"), lambda: (time.sleep(0.02), first.close()))
+        second, _ = call_together(lambda: llm.attach("x"), lambda: (time.sleep(0.02), first.close()))
         assert isinstance(second, ChunkIterator)
         assert read_all(second) == expected_text("a", 4)
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3, 4])
-def test_a_time_to_live_does_not_end_under_a_reader(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+def test_time_to_live_does_not_end_a_request_with_a_reader(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     """A reader attaches when the engine reads the clock for the ``moment``-th time.
 
-    The first two readings follow the leaving of a reader, the next ones the end of the time to live.
+    The engine reads the clock twice after a reader has left, and again when the time to live ends.
     """
     attached: list[ChunkIterator | ValueError] = []
     with engine(0.002) as llm:

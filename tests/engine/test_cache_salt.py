@@ -47,7 +47,7 @@ def test_a_batch_takes_a_salt_for_each_prompt(llm: Engine) -> None:
     assert all(num > 0 for num in again["meta_info"]["cached_tokens"])
 
 
-def test_wrong_salts_are_named(llm: Engine) -> None:
+def test_wrong_salts_are_refused_by_name(llm: Engine) -> None:
     with pytest.raises(TypeError, match=r"cache_salt must be a string, got 7 of type int"):
         llm.generate(PROMPT, cache_salt=7)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"cache_salt must be at most 512 bytes"):

@@ -1,7 +1,7 @@
-"""Cancelled at every step of the loop, in every way: nothing may be left in any part of the engine.
+"""Calls are cancelled in all ways at each callback of the loop. Nothing may be left in any part of the engine.
 
-The engine here is whole (frontend, scheduler, detokenizer, a fake model), all on one loop that counts its callbacks and
-acts just before the k-th. Each program is run for k = 1, 2, 3 ... until it ends before its k-th callback.
+Frontend, scheduler, detokenizer and a fake model run on one loop, which cancels just before its k-th callback.
+Each program is run for k = 1, 2, 3, ... until it ends before its k-th callback.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Program = Callable[[AsyncEngine], Awaitable[object]]
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """Calls ``act`` just before the k-th callback after ``arm``."""
+    """Calls ``function`` just before the k-th callback after ``arm``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[dict[str, Any]] = []
         self.set_exception_handler(lambda _, context: self.errors.append(context))
         self._left = 0
-        self._act: Callable[[], object] = list
+        self._function: Callable[[], object] = list
 
-    def arm(self, step: int, act: Callable[[], object]) -> None:
-        self._left, self._act = step, act
+    def arm(self, step: int, function: Callable[[], object]) -> None:
+        self._left, self._function = step, function
 
     def disarm(self) -> bool:
-        """Whether ``act`` was called."""
+        """Return whether the function was called."""
         was_called = self._left <= 0
         self._left = 0
         return was_called
@@ -63,7 +63,7 @@ class SteppedLoop(asyncio.SelectorEventLoop):
         if self._left > 0:
             self._left -= 1
             if self._left == 0:
-                self._act()
+                self._function()
         callback(*args)
 
 
@@ -78,7 +78,7 @@ def run(main: Callable[[SteppedLoop], Awaitable[None]]) -> None:
     assert loop.errors == []
 
 
-# ---------------------------------------------------------------- what is interrupted
+# ---------------------------------------------------------------- interrupted programs
 
 
 async def whole(engine: AsyncEngine) -> None:
@@ -117,7 +117,7 @@ async def closed(engine: AsyncEngine) -> None:
 
 
 async def preempting(engine: AsyncEngine) -> None:
-    """More than the pool holds: some wait, some are preempted."""
+    """Requests exceed the pool, so that some wait and some are preempted."""
     params = {"max_new_tokens": 18, "temperature": 0}
     prompts = [[number] * 180 for number in range(11)]
     await asyncio.gather(*(engine.async_generate(input_ids=prompt, sampling_params=params) for prompt in prompts))
@@ -139,7 +139,7 @@ async def orders(engine: AsyncEngine) -> None:
 PROGRAMS = [whole, batch, streaming, awaited_stream, aborted, closed, preempting, a_task, timed, orders]
 
 
-# ---------------------------------------------------------------- how it is interrupted
+# ---------------------------------------------------------------- kinds of interruptions
 
 
 async def by_cancel(loop: SteppedLoop, step: int, program: Awaitable[object]) -> None:
@@ -176,7 +176,7 @@ async def by_group(loop: SteppedLoop, step: int, program: Awaitable[object]) -> 
             await program
             other.cancel()
     if failing.done() and not failing.cancelled():
-        failing.exception()  # looked at, also where the sibling was gone
+        failing.exception()  # retrieved, also if the sibling has already ended
 
 
 WAYS = [by_cancel, by_timeout, by_scope, by_group]
@@ -188,14 +188,14 @@ async def assert_nothing_is_left(engine: AsyncEngine) -> None:
         return all(stats[name] == 0 for name in IDLE) and stats["num_free_pages"] == stats["num_pages"]
 
     await asyncio.sleep(0)
-    # The scheduler answers this behind whatever was sent before: by then it has freed everything.
+    # The scheduler answers in order. When it answers this, it has handled all aborts.
     [server_info] = (await engine.get_server_info())["internal_states"]
     assert (server_info["num_running"], server_info["num_waiting"]) == (0, 0)
     await until(is_idle)
 
 
 @pytest.mark.parametrize(("program", "way"), grid([(program,) for program in PROGRAMS], [(way,) for way in WAYS]))
-def test_at_every_step(program: Program, way: Callable[..., Awaitable[None]]) -> None:
+def test_call_cancelled_at_any_callback_leaves_nothing(program: Program, way: Callable[..., Awaitable[None]]) -> None:
     async def main(loop: SteppedLoop) -> None:
         async with fake_async_engine(num_pages=128) as engine:
             expected = await engine.async_generate("afterwards", SHORT)
@@ -206,18 +206,18 @@ def test_at_every_step(program: Program, way: Callable[..., Awaitable[None]]) ->
                 await assert_nothing_is_left(engine)
                 if not was_interrupted:
                     break
-            assert step > 5 or program is timed  # which may be over before it begins
+            assert step > 5 or program is timed  # its timeout may pass before it starts
             assert (engine.stats()["num_preemptions"] > 0) is (program is preempting)
             assert (await engine.async_generate("afterwards", SHORT))["text"] == expected["text"]
         gc.collect()
-        gc.collect()  # of garbage with finalizers, also of other tests, some is freed in the second pass only
+        gc.collect()  # some objects with finalizers are freed by the second collection
         assert [thing for thing in gc.get_objects() if type(thing) in (Call, CallRow)] == []
 
     run(main)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_stream_dropped_at_every_step(is_read: bool) -> None:
+def test_stream_dropped_at_any_callback_leaves_nothing(is_read: bool) -> None:
     async def main(loop: SteppedLoop) -> None:
         async with fake_async_engine() as engine:
             for step in itertools.count(1):
@@ -239,7 +239,7 @@ def test_a_stream_dropped_at_every_step(is_read: bool) -> None:
     run(main)
 
 
-# ---------------------------------------------------------------- the engine's own life
+# ---------------------------------------------------------------- start and shutdown
 
 
 async def start_and_stop(engine: AsyncEngine) -> None:
@@ -266,8 +266,8 @@ async def drain_while_it_works(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("program", [start_and_stop, stop_while_it_works, drain_while_it_works])
-def test_the_life_of_an_engine_at_every_step(program: Program) -> None:
-    """After an interrupted start it can be started again; after anything, it can be shut down and leaves no task."""
+def test_start_and_shutdown_can_be_cancelled_at_any_callback(program: Program) -> None:
+    """After an interrupted start the engine can be started again. It can always be shut down, and leaves no task."""
 
     async def main(loop: SteppedLoop) -> None:
         for step in itertools.count(1):
@@ -277,7 +277,7 @@ def test_the_life_of_an_engine_at_every_step(program: Program) -> None:
             was_interrupted = loop.disarm()
             with suppress(EngineClosedError):
                 await engine.start()
-                with suppress(EngineError):  # it was drained
+                with suppress(EngineError):  # the engine was drained
                     assert (await engine.async_generate("a", SHORT))["text"]
             await engine.shutdown()
             assert engine.health()["state"] == "closed"

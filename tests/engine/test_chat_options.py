@@ -1,4 +1,4 @@
-"""Chats: templates, variables, tools and messages without content, as a caller of the engine gives them."""
+"""Chat options: templates, template variables, tools, and messages without content."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mood(str, Enum):  # noqa: UP042  # not StrEnum: its str() is "Mood.NAME"
 
 
 async def prompt_of(engine: AsyncEngine, messages: Any = MESSAGES, **options: Any) -> str:
-    """The text that the model gets."""
+    """Return the prompt that the model receives."""
     answer = await engine.async_chat(messages, SHORT, return_prompt_token_ids=True, **options)
     return engine.tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
 
@@ -72,7 +72,7 @@ async def test_options_reach_the_template(options: dict[str, Any], expected: str
         assert [decode(out["prompt_token_ids"]) for out in outs] == [expected] * 2
 
 
-async def test_messages_without_content() -> None:
+async def test_messages_may_have_no_content() -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     async with fake_async_engine(allow_request_templates=True) as engine:
         messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]
@@ -90,7 +90,7 @@ async def test_large_tools_are_checked_off_the_loop() -> None:
         assert await prompt_of(engine, chat_template="{{ tools[0].name | length }}", tools=tools) == str(MAX_CHARACTERS)
 
 
-async def test_a_file_is_read_when_the_chat_is_written(tmp_path: Path) -> None:
+async def test_template_file_is_read_when_it_is_used(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }}!", encoding="utf-8")
     async with fake_async_engine(allow_request_templates=True) as engine:
@@ -98,7 +98,7 @@ async def test_a_file_is_read_when_the_chat_is_written(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be read"):
             await prompt_of(engine, chat_template=tmp_path / "missing")
         with pytest.raises(ValueError, match=r"a file is given as a pathlib\.Path"):
-            await prompt_of(engine, chat_template=str(file))  # perhaps a client's
+            await prompt_of(engine, chat_template=str(file))  # the request may come from a client
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, Path("mine.jinja"), "no_such_name"])
@@ -161,7 +161,7 @@ async def test_wrong_templates_are_refused_at_the_await(options: dict[str, Any],
         assert isinstance(outs[0], ValueError)
 
 
-def test_the_synchronous_engine_takes_the_same() -> None:
+def test_synchronous_engine_accepts_the_same_options() -> None:
     with fake_engine(allow_request_templates=True) as engine:
         answer = engine.chat(
             MESSAGES, SHORT, chat_template=TEMPLATE, enable_thinking=False, return_prompt_token_ids=True
@@ -202,7 +202,7 @@ def test_the_constructor_takes_a_template_or_its_file(kind: str, tmp_path: Path)
         ({"chat_template": "{{ 1 }}", "skip_tokenizer_init": True}, ValueError, "chat_template needs a tokenizer"),
     ],
 )
-def test_a_wrong_template_is_refused_before_anything_is_loaded(
+def test_invalid_template_is_refused_before_the_model_is_loaded(
     arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

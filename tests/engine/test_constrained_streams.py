@@ -36,7 +36,7 @@ async def test_await_returns_once_the_grammar_is_compiled(world: World) -> None:
     assert len([chunk async for chunk in stream]) == 4
 
 
-async def test_await_of_a_plain_stream_waits_for_nothing(world: World) -> None:
+async def test_await_of_a_plain_stream_returns_at_once(world: World) -> None:
     stream = await (await awaited(world, 1, "ab", PLAIN))
     await stream.aclose()
 
@@ -75,7 +75,7 @@ async def test_await_of_a_batch_waits_for_each_of_its_grammars(world: World) -> 
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "pattern")
 
 
-async def test_a_row_that_fails_alone_leaves_the_others_of_a_stream(world: World) -> None:
+async def test_await_of_a_batch_waits_for_other_rows_after_one_has_failed(world: World) -> None:
     task = await awaited(world, 2, ["a", "b"], [CONSTRAINED, {**CONSTRAINED, "regex": "x"}], return_exceptions=True)
     world.double.end([1], FinishCode.UNSUPPORTED)
     await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def test_a_row_that_fails_alone_leaves_the_others_of_a_stream(world: World
     assert {chunk["index"] for chunk in [chunk async for chunk in stream]} == {0, 1}
 
 
-async def test_each_sample_of_a_prompt_is_waited_for(world: World) -> None:
+async def test_await_waits_for_each_sample_of_a_prompt(world: World) -> None:
     task = await awaited(world, 2, "a", {**CONSTRAINED, "n": 2})
     world.double.events.on_messages([TextChunks(compiled=[1])])
     await asyncio.sleep(0)

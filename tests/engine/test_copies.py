@@ -1,4 +1,4 @@
-"""What belongs to one engine can be neither copied nor pickled."""
+"""Engines, generations and streams can be neither copied nor pickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ copies = pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, *pickle
 
 
 @copies
-async def test_of_an_async_engine(duplicate: Callable[[object], object]) -> None:
+async def test_async_engine_and_its_calls_cannot_be_copied(duplicate: Callable[[object], object]) -> None:
     async with fake_async_engine(processes=False) as engine:
         stream = engine.async_generate("a", LONG, stream=True)
         whole = engine.async_generate("a", LONG)
@@ -33,7 +33,7 @@ async def test_of_an_async_engine(duplicate: Callable[[object], object]) -> None
 
 
 @copies
-def test_of_an_engine(duplicate: Callable[[object], object]) -> None:
+def test_engine_and_its_calls_cannot_be_copied(duplicate: Callable[[object], object]) -> None:
     with fake_engine(processes=False) as engine:
         stream = engine.generate("a", LONG, stream=True)
         first = next(stream)

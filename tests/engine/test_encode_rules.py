@@ -1,4 +1,4 @@
-"""``add_special_tokens`` and ``truncate_prompt_tokens``: how the texts of a call become ids."""
+"""``add_special_tokens`` and ``truncate_prompt_tokens``: how texts are tokenized."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 class WithFirst(CodePoints):
-    """A token for each character, behind one for the beginning."""
+    """A tokenizer with a token per character and a BOS token."""
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         rows = super().encode_batch(texts, add_special_tokens=add_special_tokens)
@@ -52,7 +52,7 @@ def ids_of(text: str) -> list[int]:
         ({"truncate_prompt_tokens": 9, "add_special_tokens": None}, [FIRST, *ids_of("abc")]),
     ],
 )
-async def test_a_text_becomes_the_ids_that_the_call_asks_for(
+async def test_special_tokens_are_added_if_requested(
     world: World, arguments: dict[str, object], expected: list[int]
 ) -> None:
     answers = [
@@ -65,7 +65,7 @@ async def test_a_text_becomes_the_ids_that_the_call_asks_for(
     assert answers[0]["meta_info"]["prompt_tokens"] == len(expected)
 
 
-async def test_chats_get_special_tokens_where_the_call_says_so(world: World) -> None:
+async def test_special_tokens_are_added_to_chats_only_if_requested(world: World) -> None:
     written = ids_of("<user>Hi<assistant>")
     for options, expected in [
         ({}, written),
@@ -77,7 +77,7 @@ async def test_chats_get_special_tokens_where_the_call_says_so(world: World) -> 
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array])
-async def test_the_last_ids_are_kept_and_the_others_need_not_be_right(world: World, make: type[list[int]]) -> None:
+async def test_only_the_last_ids_are_kept_and_checked(world: World, make: type[list[int]]) -> None:
     ids = make([VOCAB_SIZE + 5, 7, 8, 9])
     answer = await world.engine.async_generate(
         input_ids=ids, sampling_params=SHORT, truncate_prompt_tokens=3, return_prompt_token_ids=True
@@ -110,7 +110,7 @@ async def test_truncate_prompt_tokens_makes_long_prompts_fit(world: World, promp
         ({"input_ids": [5], "add_special_tokens": True}, ValueError, "add_special_tokens=True works only for text"),
     ],
 )
-async def test_misuse_is_refused_at_the_call(
+async def test_wrong_values_are_refused_by_the_call(
     world: World, arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

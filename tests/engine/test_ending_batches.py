@@ -1,4 +1,4 @@
-"""The end of a large batch: its rows end over many iterations of the loop, and the engine serves others meanwhile."""
+"""Rows of a large batch are ended over many iterations of the loop, so that other requests are not delayed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         plain(handle)
         counts.append(num_calls - before)
 
-    gc.disable()  # collections call the finalizers of other objects
+    gc.disable()  # garbage collection calls finalizers of other objects
     sys.setprofile(count)
     try:
         with monkeypatch.context() as patch:
@@ -63,7 +63,7 @@ def abort_all(engine: AsyncEngine) -> None:
 
 
 def expire(engine: AsyncEngine) -> None:
-    """Its timeout ends it."""
+    """Do nothing. The timeout ends the batch."""
 
 
 def die(engine: AsyncEngine) -> None:
@@ -71,25 +71,25 @@ def die(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-@pytest.mark.parametrize("act", [abort_all, expire, die])
-def test_no_callback_that_ends_a_large_batch_is_long(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[[AsyncEngine], None], is_stream: bool
+@pytest.mark.parametrize("end", [abort_all, expire, die])
+def test_callbacks_that_end_a_large_batch_are_short(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[AsyncEngine], None], is_stream: bool
 ) -> None:
     async def most_calls() -> int:
         async with fake_async_engine(processes=False) as engine:
-            timeout = 0.2 if act is expire else None
+            timeout = 0.2 if end is expire else None
             call: Any = engine.async_generate(
                 ["a"] * HUGE, LONG, stream=is_stream, return_exceptions=True, timeout=timeout
             )
             await asyncio.sleep(0.1)
             with counted_calls(monkeypatch) as counts:
-                asyncio.get_running_loop().call_soon(act, engine)
+                asyncio.get_running_loop().call_soon(end, engine)
                 await until(lambda: engine.stats()["num_streams"] == 0, 30)
-                await call.aclose()  # also frees what was not read
+                await call.aclose()  # also frees unread answers
                 await asyncio.sleep(0)
             return max(counts)
 
-    assert asyncio.run(most_calls()) < MAX_CALLS  # on asyncio's own loop: others do not run handles in Python
+    assert asyncio.run(most_calls()) < MAX_CALLS  # only asyncio's own loop runs handles in Python
 
 
 async def test_answers_that_arrived_are_kept_when_the_engine_dies() -> None:
@@ -105,7 +105,7 @@ def num_rows_in_memory() -> int:
     return sum(type(each) is CallRow for each in gc.get_objects())
 
 
-async def test_unread_rows_are_freed_over_several_turns_of_the_loop() -> None:
+async def test_unread_rows_are_freed_over_several_iterations_of_the_loop() -> None:
     num_rows = 2 * MAX_ROWS_FREED_AT_ONCE + 1
     async with fake_async_engine(processes=False) as engine:
         call: Any = engine.async_generate(["a"] * num_rows, LONG, stream=True, return_exceptions=True)
@@ -122,16 +122,16 @@ async def test_unread_rows_are_freed_over_several_turns_of_the_loop() -> None:
     assert freed == [MAX_ROWS_FREED_AT_ONCE, MAX_ROWS_FREED_AT_ONCE, 1, 0]
 
 
-async def begun(world: World, **options: Any) -> Any:
-    """A batch of which the engine has the first rows, and computes nothing."""
+async def started_batch(world: World, **options: Any) -> Any:
+    """Return a batch of which the engine has the first rows. The engine is held."""
     world.double.is_held = True
     call: Any = world.engine.async_generate(["a"] * MANY, LONG, rid="x", **options)
     await until(lambda: len(world.double.live) == 16)
     return call
 
 
-async def in_the_midst(world: World) -> None:
-    """Some of its rows have ended, others not."""
+async def wait_until_partly_ended(world: World) -> None:
+    """Wait until some rows of the batch have ended."""
     [call] = world.engine._frontend_here().calls.opened
     while call.num_started < MAX_ROWS_ENDED_AT_ONCE:  # noqa: ASYNC110  # it takes some turns
         await asyncio.sleep(0)
@@ -144,7 +144,7 @@ async def check_nothing_is_left(world: World) -> None:
     limits = frontend.limits
     assert (limits.num_calls, limits.num_tokens, limits.num_bytes) == (0, 0, 0)
     assert not frontend.delivery.rows
-    assert len(world.double.submits) == 16  # no row has begun meanwhile
+    assert len(world.double.submits) == 16  # no other row has started
     world.double.resume()
     again = await world.engine.async_generate("a", {"max_new_tokens": 2}, rid="x")
     assert again["meta_info"]["id"] == "x"
@@ -156,11 +156,11 @@ def check_answers(answers: BatchOutput, reason: str) -> None:
     assert answers["meta_info"]["id"] == [f"x_{place}" for place in range(MANY)]
 
 
-async def test_aborted_again_in_the_midst() -> None:
+async def test_batch_can_be_aborted_again_while_it_ends() -> None:
     async with (world := World()).engine as engine:
-        task = asyncio.ensure_future(await begun(world))
+        task = asyncio.ensure_future(await started_batch(world))
         abort_all(engine)
-        await in_the_midst(world)
+        await wait_until_partly_ended(world)
         engine.abort_request("x")
         engine.abort_request(f"x_{MANY - 1}")
         with pytest.raises(ValueError, match="in use"):
@@ -169,9 +169,9 @@ async def test_aborted_again_in_the_midst() -> None:
         await check_nothing_is_left(world)
 
 
-async def test_a_stream_gives_every_end_once() -> None:
+async def test_stream_returns_each_end_once() -> None:
     async with (world := World()).engine as engine:
-        call = await begun(world, stream=True)
+        call = await started_batch(world, stream=True)
         abort_all(engine)
         ends: list[int] = []
         async for chunk in call:
@@ -183,23 +183,23 @@ async def test_a_stream_gives_every_end_once() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_left_in_the_midst(is_stream: bool) -> None:
+async def test_batch_can_be_left_while_it_ends(is_stream: bool) -> None:
     async with (world := World()).engine as engine:
-        call = await begun(world, stream=is_stream)
+        call = await started_batch(world, stream=is_stream)
         abort_all(engine)
-        await in_the_midst(world)
+        await wait_until_partly_ended(world)
         await call.aclose()
         await check_nothing_is_left(world)
         assert not engine._frontend_here().calls.submitter._ending
 
 
 @pytest.mark.parametrize("returns_exceptions", [True, False])
-async def test_the_engine_dies_in_the_midst(returns_exceptions: bool) -> None:
+async def test_engine_can_die_while_a_batch_ends(returns_exceptions: bool) -> None:
     async with (world := World()).engine as engine:
-        call = await begun(world, return_exceptions=returns_exceptions)
-        world.double.is_deaf = True
+        call = await started_batch(world, return_exceptions=returns_exceptions)
+        world.double.ignores_aborts_and_controls = True
         abort_all(engine)
-        await in_the_midst(world)
+        await wait_until_partly_ended(world)
         die(engine)
         if not returns_exceptions:
             with pytest.raises(EngineDeadError):
@@ -213,7 +213,7 @@ async def test_the_engine_dies_in_the_midst(returns_exceptions: bool) -> None:
 
 async def test_drain_waits_for_all_rows() -> None:
     async with (world := World()).engine as engine:
-        task = asyncio.ensure_future(await begun(world))
+        task = asyncio.ensure_future(await started_batch(world))
         assert not await engine.drain(0.01)
         assert task.done() or await asyncio.wait_for(task, 30)
         assert engine.stats()["num_streams"] == 0
@@ -222,9 +222,9 @@ async def test_drain_waits_for_all_rows() -> None:
 
 async def test_drain_waits_for_an_abort() -> None:
     async with (world := World()).engine as engine:
-        call: Generation[BatchOutput] = await begun(world)
+        call: Generation[BatchOutput] = await started_batch(world)
         abort_all(engine)
-        await in_the_midst(world)
+        await wait_until_partly_ended(world)
         assert await engine.drain(5)
         assert engine.stats()["num_streams"] == 0
         check_answers(await call, "abort")
@@ -232,14 +232,14 @@ async def test_drain_waits_for_an_abort() -> None:
 
 async def test_shutdown_ends_all_waiting_calls() -> None:
     async with (world := World()).engine as engine:
-        call = await begun(world, return_exceptions=True)
+        call = await started_batch(world, return_exceptions=True)
         await engine.shutdown()
         answers = await asyncio.wait_for(call, 30)
         assert len(answers) == MANY
         assert all(isinstance(entry, EngineClosedError) for entry in answers)
 
 
-def test_shutdown_leaves_no_thread_waiting() -> None:
+def test_shutdown_ends_waiting_threads() -> None:
     found: list[BatchOutput] = []
     with fake_engine(processes=False, step_time_s=0.001) as llm:
 
@@ -256,9 +256,9 @@ def test_shutdown_leaves_no_thread_waiting() -> None:
     assert isinstance(answers[-1], EngineClosedError)
 
 
-async def test_no_row_begins_whose_prompt_was_on_the_way_to_its_ids() -> None:
+async def test_row_does_not_start_if_it_was_aborted_while_its_prompt_was_tokenized() -> None:
     async with (world := World(max_running=64)).engine as engine:
-        world.double.is_held = world.double.is_deaf = True
+        world.double.is_held = world.double.ignores_aborts_and_controls = True
         world.tokenizer.delay_s = 0.05
         stream: Stream = engine.async_generate(["a"] * 200, LONG, stream=True)
         await until(lambda: len(world.double.live) == 64 and len(world.tokenizer.batches) == 2)
@@ -270,7 +270,7 @@ async def test_no_row_begins_whose_prompt_was_on_the_way_to_its_ids() -> None:
         await stream.aclose()
 
 
-async def test_many_calls_that_end_at_once_take_turns() -> None:
+async def test_calls_that_end_together_are_ended_in_turns() -> None:
     async with (world := World(max_running=2)).engine as engine:
         world.double.is_held = True
         calls = [engine.async_generate(["a"] * MANY, LONG) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""What is refused, what fails alone, deadlines, overload, and the death of the engine."""
+"""Refused calls, failed rows, deadlines, overload, and the death of the engine."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_wrong_arguments_raise_at_the_call(
     assert world.engine.stats()["num_streams"] == 0
 
 
-async def test_missing_features_may_be_switched_off(world: World) -> None:
+async def test_missing_features_may_be_disabled(world: World) -> None:
     off = {
         "image_data": None, "lora_path": [None], "return_hidden_states": False, "session_params": None,
     }  # fmt: skip
@@ -117,7 +117,7 @@ async def test_missing_features_may_be_switched_off(world: World) -> None:
     assert out[0]["meta_info"]["completion_tokens"] == 2
 
 
-async def test_ids_may_be_integers_of_other_kinds(world: World) -> None:
+async def test_ids_may_be_integers_of_any_type(world: World) -> None:
     mixed = [np.int64(1), torch.tensor(2), np.array(3)]
     for ids in (mixed, np.array([1, 2, 3], dtype=np.int32), torch.arange(1, 4), array("q", [1, 2, 3])):
         out = await world.engine.async_generate(input_ids=ids, return_prompt_token_ids=True)  # type: ignore[call-overload]
@@ -168,13 +168,13 @@ async def test_drawn_seeds_can_be_sent_back_by_a_browser(world: World) -> None:
         ([[{"role": "user", "content": "hi"}], []], ValueError, r"messages\[1\] is empty"),
     ],
 )
-async def test_wrong_messages(world: World, messages: object, error: type[Exception], message: str) -> None:
+async def test_wrong_messages_are_refused(world: World, messages: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         world.engine.async_chat(messages)  # type: ignore[call-overload]
 
 
 class TestWrongRows:
-    """With ``return_exceptions=True`` a row that is wrong has its error in its place, and the others their answers."""
+    """With ``return_exceptions=True``, an invalid row returns its error, and the other rows return answers."""
 
     async def test_texts(self, world: World) -> None:
         prompts = ["a", "", "b", 5, "x" * 600]
@@ -217,7 +217,7 @@ class TestWrongRows:
     @pytest.mark.parametrize("wrong", ["x" * 100_000, ["x"] * 100_000, {"x": 0} | dict.fromkeys(range(100_000), 1)])
     async def test_sampling_parameters_of_rows_of_any_size(self, world: World, wrong: object) -> None:
         every: list[Any] = [{name: wrong} for name in SamplingParams.__table__.fields]
-        for params in (every[::3], every[1::3], every[2::3]):  # together they have too many bytes of constraints
+        for params in (every[::3], every[1::3], every[2::3]):  # the constraints of all rows are too large together
             rows = [*params, GREEDY]
             outs = await world.engine.async_generate(["b"] * len(rows), rows, return_exceptions=True)
             for out in outs[:-1]:
@@ -225,14 +225,14 @@ class TestWrongRows:
                 assert len(str(out)) < 1000
             assert outs[-1]["text"] == expected_text("b", 6)
 
-    async def test_all_of_them(self, world: World) -> None:
+    async def test_all_rows_may_be_invalid(self, world: World) -> None:
         outs = await world.engine.async_generate(["", ""], return_exceptions=True)
         assert [str(out) for out in outs] == [f"prompt[{place}] is empty; give at least one character, or input_ids"
                                               for place in range(2)]  # fmt: skip
         assert world.double.submits == []
         assert world.engine.stats()["num_streams"] == 0
 
-    async def test_a_stream_tells_it_with_the_last_chunk_of_the_row(self, world: World) -> None:
+    async def test_stream_has_the_error_in_the_last_chunk_of_the_row(self, world: World) -> None:
         stream = world.engine.async_generate(["", "a"], GREEDY, stream=True, return_exceptions=True)
         chunks = [chunk async for chunk in stream]
         reason = next(chunk["meta_info"]["finish_reason"] for chunk in chunks if chunk["index"] == 0)
@@ -252,19 +252,19 @@ class TestWrongRows:
             ({"prompt": ["a", ""], "temprature": 1}, "unexpected argument 'temprature'"),
         ],
     )
-    async def test_mistakes_in_the_whole_call_raise(
+    async def test_errors_of_the_whole_call_are_raised(
         self, world: World, arguments: dict[str, object], message: str
     ) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             world.engine.async_generate(**arguments, return_exceptions=True)  # type: ignore[call-overload]
 
 
-async def test_a_batch_of_nothing_has_no_parameters(world: World) -> None:
+async def test_empty_batch_may_have_an_empty_list_of_parameters(world: World) -> None:
     assert await world.engine.async_generate([], []) == []
 
 
 class TestAtTheFirstAwait:
-    async def test_a_prompt_that_does_not_fit(self, world: World) -> None:
+    async def test_prompt_that_is_too_long_is_refused(self, world: World) -> None:
         generation = world.engine.async_generate("x" * CONTEXT_LENGTH)
         with pytest.raises(RequestTooLargeError, match=f"{CONTEXT_LENGTH} tokens"):
             await generation
@@ -277,25 +277,25 @@ class TestAtTheFirstAwait:
             await anext(stream)
         assert world.double.submits == []
 
-    async def test_an_explicit_length_that_does_not_fit(self, world: World) -> None:
+    async def test_explicit_length_that_is_too_long_is_refused(self, world: World) -> None:
         with pytest.raises(RequestTooLargeError, match="max_new_tokens=500"):
             await world.engine.async_generate("x" * 100, {"max_new_tokens": 500})
         assert world.double.submits == []
 
-    async def test_default_and_none_are_clipped(self, world: World) -> None:
+    async def test_default_length_is_limited_to_the_context(self, world: World) -> None:
         await world.engine.async_generate("x" * 500)
         await world.engine.async_generate("x" * 500, {"max_new_tokens": None})
         await world.engine.async_generate("x")
         await world.engine.async_generate("x", {"max_new_tokens": None})
         assert [submit.limits.max_new_tokens for submit in world.double.submits] == [12, 12, 128, CONTEXT_LENGTH - 1]
 
-    async def test_no_new_tokens(self, world: World) -> None:
+    async def test_request_without_new_tokens_ends_at_once(self, world: World) -> None:
         out = await world.engine.async_generate("x", {"max_new_tokens": 0})
         assert (out["text"], out["output_ids"]) == ("", [])
         assert out["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
         assert world.double.submits == []
 
-    async def test_a_chat_template_that_refuses(self, world: World) -> None:
+    async def test_error_of_a_chat_template_is_raised(self, world: World) -> None:
         with pytest.raises(ValueError, match="^unknown role"):
             await world.engine.async_chat([{"role": "nobody", "content": "hi"}])
 
@@ -322,7 +322,7 @@ class TestRowsThatFail:
         assert text
         assert (await good)["text"] == expected_text("good", 6)
 
-    async def test_refused_by_the_scheduler(self, world: World) -> None:
+    async def test_request_refused_by_the_scheduler_raises(self, world: World) -> None:
         world.double.is_held = True
         generation = world.engine.async_generate("a", LONG)
         await until(lambda: bool(world.double.live))
@@ -340,14 +340,14 @@ class TestRowsThatFail:
         assert [uid for abort in world.double.aborts for uid in abort.uids] == [0, 2]
         assert world.engine.stats()["num_streams"] == 0
 
-    async def test_exceptions_in_place(self, world: World) -> None:
+    async def test_batch_returns_exceptions_in_place_of_answers(self, world: World) -> None:
         prompts = ["a", "x" * CONTEXT_LENGTH, "b"]
         outs = await world.engine.async_generate(prompts, GREEDY, return_exceptions=True)
         assert isinstance(outs[1], RequestTooLargeError)
         assert [outs[0]["text"], outs[2]["text"]] == [expected_text("a", 6), expected_text("b", 6)]
         assert outs["text"] == [outs[0]["text"], outs[1], outs[2]["text"]]
 
-    async def test_exceptions_in_place_of_a_stream(self, world: World) -> None:
+    async def test_stream_returns_exceptions_in_place_of_rows(self, world: World) -> None:
         texts, reasons = ["", "", ""], [""] * 3
         prompts = ["a", "x" * CONTEXT_LENGTH, "b"]
         async for chunk in world.engine.async_generate(prompts, GREEDY, stream=True, return_exceptions=True):
@@ -360,42 +360,42 @@ class TestRowsThatFail:
 
 
 class TestIds:
-    async def test_a_live_id_is_refused_and_free_again_afterwards(self, world: World) -> None:
+    async def test_id_of_an_open_call_is_refused(self, world: World) -> None:
         generation = world.engine.async_generate("a", GREEDY, rid="x")
         with pytest.raises(ValueError, match="'x' is in use"):
             world.engine.async_generate("b", GREEDY, rid="x")
         await generation
         assert (await world.engine.async_generate("b", GREEDY, rid="x"))["meta_info"]["id"] == "x"
 
-    async def test_free_again_after_leaving(self, world: World) -> None:
+    async def test_id_is_free_after_leaving(self, world: World) -> None:
         stream = world.engine.async_generate("a", LONG, rid="x", stream=True)
         await anext(stream)
         await stream.aclose()
         await world.engine.async_generate("b", GREEDY, rid="x")
 
-    async def test_free_at_once_after_a_break(self, world: World) -> None:
+    async def test_id_is_free_at_once_after_a_break(self, world: World) -> None:
         for _ in range(2):
             async for _ in world.engine.async_generate(["a", "b"], LONG, rid="x", stream=True):
                 break
         again = world.engine.async_generate("c", LONG, rid="x", stream=True)
         await anext(again)
-        world.engine.abort_request("x")  # which means the new one
+        world.engine.abort_request("x")  # the id belongs to the new call
         assert [chunk["meta_info"]["finish_reason"] async for chunk in again][-1] == "abort"
 
-    async def test_in_use_after_a_break_where_it_can_be_attached_to(self, world: World) -> None:
+    async def test_id_stays_in_use_while_the_stream_can_be_attached_to(self, world: World) -> None:
         async for _ in world.engine.async_generate("a", LONG, rid="x", stream=True, resume_ttl=9):
             break
         with pytest.raises(ValueError, match="'x' is in use by a request that runs or can be attached to"):
             world.engine.async_generate("b", GREEDY, rid="x")
 
     @pytest.mark.parametrize("other", ["x", "x_0", "x_2", "x_2_1"])
-    async def test_ids_derived_from_a_live_id_are_in_use_too(self, world: World, other: str) -> None:
+    async def test_row_ids_of_an_open_call_are_in_use(self, world: World, other: str) -> None:
         batch = world.engine.async_generate(["a", "b", "c"], {**GREEDY, "n": 2}, rid="x")
         with pytest.raises(ValueError, match=f"'{other}' is in use"):
             world.engine.async_generate("d", GREEDY, rid=other)
         await batch
 
-    async def test_an_id_for_each_prompt(self, world: World) -> None:
+    async def test_each_prompt_may_have_an_id(self, world: World) -> None:
         batch = world.engine.async_generate(["a", "b"], GREEDY, rid=["first", "second"])
         with pytest.raises(ValueError, match="'second' is in use"):
             world.engine.async_generate("d", GREEDY, rid="second")
@@ -403,7 +403,7 @@ class TestIds:
 
 
 class TestDeadlines:
-    async def test_they_travel_as_absolute_times(self, world: World) -> None:
+    async def test_deadlines_are_sent_as_absolute_times(self, world: World) -> None:
         before = time.monotonic()
         await world.engine.async_generate("a", GREEDY, timeout=10, queue_timeout=20, first_token_timeout=30.5)
         deadlines = world.double.submits[0].limits.deadlines
@@ -411,7 +411,7 @@ class TestDeadlines:
         assert before + 10 <= total <= time.monotonic() + 10
         assert deadlines == pytest.approx({"total": total, "queue": total + 10, "first_token": total + 20.5})
 
-    async def test_expiry_in_the_scheduler_is_a_reason(self, world: World) -> None:
+    async def test_expired_request_has_a_finish_reason(self, world: World) -> None:
         world.double.is_held = True
         generation = world.engine.async_generate("a", LONG, timeout=5)
         await until(lambda: bool(world.double.live))
@@ -419,7 +419,7 @@ class TestDeadlines:
         assert (await generation)["meta_info"]["finish_reason"] == "deadline"
 
     async def test_frontend_ends_requests_if_the_scheduler_does_not_answer(self, world: World) -> None:
-        world.double.is_held = world.double.is_deaf = True
+        world.double.is_held = world.double.ignores_aborts_and_controls = True
         begun_at = time.monotonic()
         out = await world.engine.async_generate("a", LONG, timeout=0.05)
         assert time.monotonic() - begun_at > 0.05
@@ -428,11 +428,11 @@ class TestDeadlines:
 
     @pytest.mark.parametrize("which", ["queue", "first_token"])
     async def test_frontend_ends_requests_that_have_not_started(self, world: World, which: str) -> None:
-        world.double.is_held = world.double.is_deaf = True
+        world.double.is_held = world.double.ignores_aborts_and_controls = True
         begun_at = time.monotonic()
         batch = world.engine.async_generate(["a"] * 2, LONG, **{f"{which}_timeout": 0.05})  # type: ignore[arg-type]
         await until(lambda: len(world.double.live) == 2)
-        world.double.in_flight = {1}  # admitted, but without a token
+        world.double.in_flight = {1}  # admitted, without a token
         opened = TextChunks(TokenColumns(), [], [], 2, [FirstToken(0, 0, begun_at, begun_at)])
         if which == "first_token":
             world.double.events.on_messages([opened])
@@ -440,14 +440,14 @@ class TestDeadlines:
         assert time.monotonic() - begun_at > 0.5
         late = 0 if which == "queue" else 1
         assert [(abort.uids, abort.code) for abort in world.double.aborts] == [([late], FinishCode.DEADLINE)]
-        world.double.is_deaf = False
+        world.double.ignores_aborts_and_controls = False
         world.engine.abort_request(abort_all=True)
         reasons = [out["meta_info"]["finish_reason"] for out in await batch]
         assert reasons[late] == {"type": "deadline", "which": which}
         assert reasons[1 - late] == "abort"
 
-    async def test_a_scheduler_that_ends_steps_is_left_to_look_at_its_queue(self, world: World) -> None:
-        world.double.is_held = world.double.is_deaf = True
+    async def test_frontend_does_not_expire_queued_requests_while_the_scheduler_ends_steps(self, world: World) -> None:
+        world.double.is_held = world.double.ignores_aborts_and_controls = True
         waiting = world.engine.async_generate("a", LONG, queue_timeout=0.05)
         await until(lambda: bool(world.double.live))
         now = time.monotonic()
@@ -460,7 +460,7 @@ class TestDeadlines:
     async def test_rows_that_wait_in_the_frontend_expire(self, which: str) -> None:
         here = World(max_running=1)
         async with here.engine as engine:
-            here.double.is_held = here.double.is_deaf = True
+            here.double.is_held = here.double.ignores_aborts_and_controls = True
             stream = engine.async_generate(["a"] * 4, LONG, stream=True, **{which: 0.05})
             reasons = {}
             while len(reasons) < 2:
@@ -470,7 +470,7 @@ class TestDeadlines:
             assert reasons == {2: expected, 3: expected}
             await stream.aclose()
 
-    async def test_expired_while_it_was_tokenized(self, world: World) -> None:
+    async def test_request_can_expire_while_it_is_tokenized(self, world: World) -> None:
         world.tokenizer.held_text = "a"
         out = await world.engine.async_generate("a", LONG, timeout=0.02)
         assert out["meta_info"]["finish_reason"] == "deadline"
@@ -480,7 +480,7 @@ class TestDeadlines:
 
 
 class TestOverload:
-    async def test_refused_at_the_call_beyond_the_bound(self) -> None:
+    async def test_call_beyond_the_limit_is_refused(self) -> None:
         here = World(max_running=2, queue=QueueConfig(max_requests=3, max_tokens=10**6))
         async with here.engine as engine:
             here.double.is_held = True
@@ -494,7 +494,7 @@ class TestOverload:
             await asyncio.gather(*taken)
             await engine.async_generate("a", GREEDY)
 
-    async def test_bound_on_tokens(self) -> None:
+    async def test_queued_tokens_are_limited(self) -> None:
         here = World(max_running=2, queue=QueueConfig(max_requests=1000, max_tokens=500))
         async with here.engine as engine:
             here.double.is_held = True
@@ -505,7 +505,7 @@ class TestOverload:
             await asyncio.gather(*taken)
             await engine.async_generate("a", GREEDY)
 
-    async def test_leaving_makes_room(self) -> None:
+    async def test_leaving_frees_capacity(self) -> None:
         here = World(max_running=1, queue=QueueConfig(max_requests=0, max_tokens=10**6))
         async with here.engine as engine:
             here.double.is_held = True
@@ -565,16 +565,16 @@ class TestDeath:
         assert outs[0]["text"] == expected_text("a", 6)
         assert isinstance(outs[1], EngineDeadError)
 
-    async def test_controls_are_not_left_waiting(self, world: World) -> None:
-        world.double.is_deaf = True
+    async def test_control_calls_end(self, world: World) -> None:
+        world.double.ignores_aborts_and_controls = True
         waiting = asyncio.ensure_future(world.engine.flush_cache())
         await until(lambda: bool(world.double.controls))
         world.double.events.on_failure(EngineDeadError("detokenizer", pid=12, exit_code=1))
         with pytest.raises(EngineDeadError):
             await waiting
 
-    async def test_controls_that_were_lost_with_a_process_fail_alone(self, world: World) -> None:
-        world.double.is_deaf = True
+    async def test_lost_control_calls_fail_alone(self, world: World) -> None:
+        world.double.ignores_aborts_and_controls = True
         for ask in (world.engine.flush_cache, world.engine.get_server_info, world.engine.stop_profile):
             world.double.controls.clear()
             waiting = asyncio.ensure_future(ask())
@@ -600,23 +600,23 @@ class TestDrain:
         assert [chunk async for chunk in stream][-1]["meta_info"]["finish_reason"] == "length"
         assert await draining is True
 
-    async def test_the_rest_is_ended_after_the_timeout(self, world: World) -> None:
+    async def test_remaining_requests_end_after_the_timeout(self, world: World) -> None:
         world.double.is_held = True
         generation = world.engine.async_generate("a", LONG)
         assert await world.engine.drain(0.05) is False
         assert (await generation)["meta_info"]["finish_reason"] == "shutdown"
 
-    async def test_nothing_runs(self, world: World) -> None:
+    async def test_drain_without_requests_returns_at_once(self, world: World) -> None:
         assert await world.engine.drain() is True
 
 
 class TestLargePrompts:
-    """What is too large to be looked at during the call is refused at the first await, and alone."""
+    """Large prompts are checked after the call. Errors are raised by the first await."""
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_text_that_is_no_text(self, stream: bool) -> None:
+    async def test_invalid_text_is_refused(self, stream: bool) -> None:
         world = World()
-        world.tokenizer.decoder = "WordPiece"  # of any amount of text: its size does not tell that it cannot fit
+        world.tokenizer.decoder = "WordPiece"  # so the size of a text does not show that it is too long
         await world.engine.start()
         other = world.engine.async_generate("other", {"temperature": 0, "max_new_tokens": 3})
         with pytest.raises(ValueError, match="lone surrogate at position 300000"):
@@ -624,7 +624,7 @@ class TestLargePrompts:
         assert (await other)["text"] == expected_text("other", 3)
         await world.engine.shutdown()
 
-    async def test_a_chat_of_many_messages(self, world: World) -> None:
+    async def test_wrong_message_after_many_others_is_refused(self, world: World) -> None:
         messages = [{"role": "user", "content": "a"}] * 400
         with pytest.raises(ValueError, match=r"messages\[400\] has no role"):
             await world.engine.async_chat([*messages, {"content": "a"}])
@@ -635,8 +635,8 @@ class TestLargePrompts:
             await world.engine.async_generate(input_ids=[*range(100_001)])
 
     @pytest.mark.parametrize("with_tokenizer", [False, True])
-    async def test_a_batch_with_many_ids_is_begun_some_rows_at_a_time(self, with_tokenizer: bool) -> None:
-        """So that an iteration of the loop stays short. A mistake far behind ends the call."""
+    async def test_batch_with_many_ids_is_started_in_parts(self, with_tokenizer: bool) -> None:
+        """This keeps iterations of the loop short. An invalid row at the end fails the call."""
         world = World(max_running=MAX_ROWS_AT_ONCE * 4, with_tokenizer=with_tokenizer)
         await world.engine.start()
         generation = world.engine.async_generate(input_ids=[[1, 2, 3]] * (3 * MAX_ROWS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""What a runner gives beside its tokens comes with them to the reader, each exactly once, whatever is lost between."""
+"""Extras of a runner are delivered exactly once together with their tokens, also if processes are lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARAMS = {"max_new_tokens": 40, "temperature": 1.0, "seed": 5, "stop": "qzqz"}
 
 
 class ExtrasSetup(FakeSetup, frozen=True, kw_only=True):
-    """A fake engine whose runner gives extras, and any number of tokens in a step."""
+    """A fake engine whose runner returns extras, and any number of tokens per step."""
 
     tokens_per_step: str = "1"
 
@@ -39,7 +39,7 @@ def engine_of(tokens_per_step: str = "1", faults: Faults | None = None) -> Async
 
 
 def check(piece: Answer | Chunk, offset: int = 0) -> None:
-    """There is one extra for each token of the piece."""
+    """Check that the piece has one extra per token."""
     found = {extra.index: extra.data for extra in piece.get("extras", [])}
     assert len(found) == len(piece.get("extras", []))
     assert found == {

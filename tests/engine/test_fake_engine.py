@@ -1,4 +1,4 @@
-"""The engine for users' tests: the real scheduler, detokenizer and frontend, and a model whose answers are given."""
+"""The engine for users' tests: the real scheduler, detokenizer and frontend with given answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ANSWERS = {"France": "Paris. 🥖", "capital of": "I do not know that one.", "":
 
 
 class TestAnswers:
-    async def test_the_longest_key_in_the_prompt_counts(self) -> None:
+    async def test_longest_key_in_the_prompt_selects_the_answer(self) -> None:
         async with fake_async_engine(ANSWERS) as engine:
             outs = await engine.async_generate(["the capital of France", "the capital of Peru", "x"])
             assert outs["text"] == ["I do not know that one.", "I do not know that one.", "Hm."]
             assert (await engine.async_generate("France"))["text"] == "Paris. 🥖"
             assert outs["meta_info"]["finish_reason"] == ["stop"] * 3
 
-    async def test_a_stream_is_the_whole_answer_in_whole_characters(self) -> None:
+    async def test_stream_joins_to_the_answer_in_complete_characters(self) -> None:
         async with fake_async_engine(ANSWERS) as engine:
             texts = [chunk["text"] async for chunk in engine.async_generate("France", stream=True)]
             assert "".join(texts) == "Paris. 🥖"
@@ -53,17 +53,17 @@ class TestAnswers:
             stop[0], ids[0], biases[10**9] = "one", 10**9, 0.0
             assert (await first)["text"] == "one two"
             assert (await other)["text"] == "one t"
-            if isinstance(params, SamplingParams):  # which has copies of its own
+            if isinstance(params, SamplingParams):  # the engine has copies
                 assert (await engine.async_generate("x", params))["text"] == "one two"
             else:
                 with pytest.raises(ValueError, match="1000000000"):
                     engine.async_generate("x", params)
 
-    async def test_chats(self) -> None:
+    async def test_chat_is_answered(self) -> None:
         async with fake_async_engine({"hi": "hello"}) as engine:
             assert (await engine.async_chat([{"role": "user", "content": "hi"}]))["text"] == "hello"
 
-    async def test_without_answers_a_prompt_decides(self) -> None:
+    async def test_without_answers_the_output_depends_on_the_prompt(self) -> None:
         async with fake_async_engine(random_seed=3) as engine:
             first = await engine.async_generate("a", {"max_new_tokens": 20, "temperature": 0})
             again = await engine.async_generate("a", {"max_new_tokens": 20, "temperature": 0})
@@ -71,12 +71,12 @@ class TestAnswers:
             assert first["text"] == again["text"] != other["text"]
             assert len(first["text"]) == 20
 
-    def test_the_synchronous_face(self) -> None:
+    def test_synchronous_engine(self) -> None:
         with fake_engine(ANSWERS) as engine:
             assert engine.generate("France")["text"] == "Paris. 🥖"
             assert "".join(chunk["text"] for chunk in engine.generate("France", stream=True)) == "Paris. 🥖"
 
-    def test_unknown_setup(self) -> None:
+    def test_unknown_setup_is_refused(self) -> None:
         with pytest.raises(
             ValueError, match="wrong arguments of a fake engine: Object contains unknown field `answer`"
         ):
@@ -96,14 +96,14 @@ class TestAnswers:
             ({"processes": 1}, r"got `int` - at `\$.processes`"),
         ],
     )
-    def test_wrong_setup(self, setup: dict[str, object], message: str) -> None:
+    def test_wrong_setup_is_refused(self, setup: dict[str, object], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             fake_async_engine(**setup)  # type: ignore[arg-type]
 
 
 class TestUnderLoad:
     async def test_many_streams_at_once_with_cancellation(self) -> None:
-        """More requests than fit: queueing, preemption, prefix hits, and every answer right."""
+        """Requests exceed the capacity: they are queued, preempted and share prefixes. All answers are correct."""
         async with fake_async_engine({"": "the answer " * 10}, num_pages=64, max_running=8) as engine:
 
             async def read(number: int) -> str:
@@ -121,8 +121,8 @@ class TestUnderLoad:
             stats = engine.stats()
             assert stats["num_streams"] == 0
 
-    async def test_chunks_tell_of_prefix_hits_and_preemptions(self) -> None:
-        """Each says what is known by then; the last agrees with those before it."""
+    async def test_chunks_report_prefix_hits_and_preemptions(self) -> None:
+        """All chunks have the same prefix hit. The number of preemptions never decreases."""
         async with fake_async_engine({"": "x" * 200}, num_pages=40, max_running=8) as engine:
 
             async def read() -> list[tuple[int, int]]:
@@ -138,7 +138,7 @@ class TestUnderLoad:
             assert all(one == sorted(one) for one in counts)
             assert any(one[-2] > 0 for one in counts)
 
-    async def test_everything_is_free_again(self) -> None:
+    async def test_all_pages_are_free_afterwards(self) -> None:
         async with fake_async_engine({"": "x" * 200}, num_pages=128) as engine:
             tasks = [asyncio.create_task(engine.async_generate("p", {"max_new_tokens": 150})) for _ in range(20)]
             await asyncio.sleep(0.02)
@@ -179,7 +179,7 @@ class TestUnderLoad:
 
 
 class TestVectors:
-    """What is no text has the shapes that a model gives."""
+    """Vectors and hidden states have the shapes of a real model."""
 
     @pytest.mark.parametrize("answers", [None, ANSWERS])
     async def test_vectors(self, answers: dict[str, str] | None) -> None:
@@ -222,7 +222,7 @@ class TestFaults:
                 engine.async_generate("p")
             assert not engine.is_alive
 
-    async def test_a_start_that_fails(self) -> None:
+    async def test_failed_start_is_an_error(self) -> None:
         engine = fake_async_engine(faults=Faults(start_error="the disk is on fire"))
         with pytest.raises(EngineStartupError, match="the disk is on fire"):
             await engine.start()
@@ -232,7 +232,7 @@ class TestFaults:
             assert engine.get_all_child_pids() == []
 
     @pytest.mark.process
-    def test_real_processes_of_the_synchronous_face(self) -> None:
+    def test_synchronous_engine_can_have_real_processes(self) -> None:
         with fake_engine(ANSWERS, processes=True) as engine:
             assert engine.generate("France")["text"] == "Paris. 🥖"
             assert len(engine.get_all_child_pids()) == 2

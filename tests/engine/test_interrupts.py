@@ -1,4 +1,4 @@
-"""Handlers and finalizers that interrupt the engine, calls that fail half-way: nothing waits, nothing stays open."""
+"""Signal handlers and finalizers interrupt the engine, and exceptions interrupt calls. No call hangs or stays open."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def frontend_of(engine: AsyncEngine) -> Frontend:
 
 
 def is_clean(engine: AsyncEngine) -> bool:
-    """Whether nothing is left of any call: rows, ids, places in the queue."""
+    """Return whether no call, row, id or reserved capacity is left."""
     frontend = frontend_of(engine)
     limits = frontend.limits
     counts = (limits.num_calls, limits.num_tokens, limits.num_bytes)
@@ -78,7 +78,7 @@ SECTIONS = pytest.mark.parametrize(("owner", "name"), [(Calls, "open"), (Deliver
 
 
 @SECTIONS
-async def test_requests_can_be_ended_and_watched_from_a_handler(
+async def test_signal_handler_can_end_and_watch_requests(
     owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fake_async_engine() as engine:
@@ -112,7 +112,7 @@ async def test_a_stream_can_be_dropped_by_garbage_collection_anywhere(
 ) -> None:
     async with fake_async_engine() as engine:
 
-        async def wait_for_ever() -> None:
+        async def wait_forever() -> None:
             await asyncio.create_task(asyncio.sleep(1000))
 
         async def read() -> None:
@@ -185,20 +185,20 @@ async def test_abort_does_not_affect_requests_created_later() -> None:
 class RaiseAtCall:
     """Raises KeyboardInterrupt at the ``count``-th begin or end of a function call in the engine's code on this thread.
 
-    These are the places at which Python runs signal handlers, loops aside.
+    Python runs signal handlers at these places, and in loops.
     """
 
     def __init__(self, count: int, *files: str, again_after: int = 0) -> None:
-        """``files``: of the code, or folders of them; else all that begins a call.
+        """``files``: files or folders of the code, by default those of a call.
 
-        ``again_after``: it is raised a second time at that many places behind the first one.
+        ``again_after``: number of places after which it is raised a second time.
         """
         self.is_raised = False
         self.is_raised_again = False
         self._left = count
         self._again_after = again_after
         self._files = files or (FRONTEND, ENGINE)
-        self._function = self._profile  # Python gives up its own reference when it raises, and may call it once more
+        self._function = self._profile  # Python may call it once more after it dropped its own reference
 
     def __enter__(self) -> RaiseAtCall:
         sys.setprofile(self._function)
@@ -214,7 +214,7 @@ class RaiseAtCall:
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
         is_handed_over = (
             event == "return" and frame.f_code.co_name == "__next__"
-        )  # a for loop checks for no signal there
+        )  # a for loop does not check for signals there
         if event != "c_call" and not is_handed_over and frame.f_code.co_filename.startswith(self._files):
             self._left -= 1
             if self._left == 0:
@@ -222,7 +222,7 @@ class RaiseAtCall:
                 raise KeyboardInterrupt
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
-        """Python takes the profile function away when it raises, but not this one."""
+        """Raise again. Python removes the profile function after it has raised, but not the trace function."""
         if self.is_raised and event in ("call", "return") and frame.f_code.co_filename.startswith(self._files):
             self._again_after -= 1
             if self._again_after == 0:
@@ -250,7 +250,7 @@ async def test_an_exception_anywhere_in_a_call_leaves_nothing_open(options: dict
             num_places, kept = num_places + 1, None
             with RaiseAtCall(num_places) as injected, contextlib.suppress(KeyboardInterrupt):
                 kept = engine.async_generate(**options)  # type: ignore[call-overload]
-            if kept is not None:  # at the last place nothing is raised, and Python ignores what finalizers raise
+            if kept is not None:  # nothing was raised in the last round, and Python ignores exceptions in finalizers
                 kept.close()
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -283,7 +283,7 @@ def test_an_exception_anywhere_in_reading_ends_the_stream_or_loses_nothing() -> 
         assert num_places > 20
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a finalizer of ours
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in our finalizer
 def test_exception_anywhere_in_admit_loses_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "RESERVED_S", 0.02)
     with fake_engine(max_running=1, max_queued=0) as engine:
@@ -303,8 +303,8 @@ def test_exception_anywhere_in_admit_loses_no_capacity(monkeypatch: pytest.Monke
         assert (limits.num_calls, limits.num_tokens, limits.num_bytes, limits.due_at) == (0, 0, 0, None)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine that never began
-def test_an_exception_anywhere_in_a_control_call_leaves_the_next_one_working() -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a coroutine that was never started
+def test_next_control_call_works_after_an_exception_anywhere_in_one() -> None:
     with fake_engine() as engine:
         num_places, is_raised = 0, True
         while is_raised:
@@ -317,11 +317,11 @@ def test_an_exception_anywhere_in_a_control_call_leaves_the_next_one_working() -
         assert num_places > 5
 
 
-# ---------------------------------------------------------------- the slow readers' policy
+# ---------------------------------------------------------------- slow readers
 
 
 async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader, on another thread, takes the last unread row between the look at it and its suspension."""
+    """A reader on another thread takes the last unread row between the check and the suspension."""
     with fake_engine(slow_reader="pause", slow_reader_timeout_s=1000.0, step_time_s=0.001) as engine:
         expected = engine.generate("a", LONG)["text"]  # type: ignore[call-overload,index]
         frontend = engine._frontend_here()
@@ -350,7 +350,7 @@ async def test_a_reader_that_reads_while_it_is_suspended_is_not_forgotten(monkey
         assert "".join(chunk["text"] for chunk in chunks) == expected
 
 
-async def test_errors_of_a_closed_loop_alone_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_errors_of_a_closed_loop_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake_async_engine() as engine:
         stream = engine.async_generate("a", GREEDY, stream=True)
 

@@ -1,4 +1,4 @@
-"""Rows that are large as messages begin over many iterations of the loop, in order and each once."""
+"""Rows with large messages are started over many iterations of the loop, in order and each once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
-    """The rows of each frame."""
+    """Record the rows of each frame."""
     found: list[list[Submit]] = []
     plain = Incarnation._flush
 
@@ -35,7 +35,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-async def test_samples_with_large_stop_strings_begin_in_parts(
+async def test_samples_with_large_stop_strings_are_started_in_parts(
     sent: list[list[Submit]], prompt: str | list[str]
 ) -> None:
     async with fake_async_engine(processes=False) as engine:
@@ -49,7 +49,7 @@ async def test_samples_with_large_stop_strings_begin_in_parts(
         assert sum(map(submitter._size, part[:-1])) < submitter.MAX_BYTES_AT_ONCE
 
 
-async def test_samples_with_large_grammars_begin_in_parts(sent: list[list[Submit]]) -> None:
+async def test_samples_with_large_grammars_are_started_in_parts(sent: list[list[Submit]]) -> None:
     choices = [chr(0x4E00 + number) * 13 for number in range(10_000)]
     async with fake_async_engine(processes=False) as engine:
         outs = await engine.async_generate(["a"] * 30, {"choice": choices}, return_exceptions=True)
@@ -59,7 +59,7 @@ async def test_samples_with_large_grammars_begin_in_parts(sent: list[list[Submit
     assert max(len(part) for part in sent) < 10
 
 
-async def test_samples_of_a_long_prompt_begin_in_parts(
+async def test_samples_of_a_long_prompt_are_started_in_parts(
     sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submitter, "MAX_BYTES_AT_ONCE", 4000)
@@ -69,7 +69,7 @@ async def test_samples_of_a_long_prompt_begin_in_parts(
     assert [len(part) for part in sent] == [4] * 5
 
 
-async def test_many_samples_of_a_prompt_begin_in_parts(sent: list[list[Submit]]) -> None:
+async def test_many_samples_of_a_prompt_are_started_in_parts(sent: list[list[Submit]]) -> None:
     async with fake_async_engine(processes=False, max_running=50) as engine:
         answers = await engine.async_generate("a", {"n": 300, "max_new_tokens": 30})
     assert len(list(answers)) == 300
@@ -79,7 +79,7 @@ async def test_many_samples_of_a_prompt_begin_in_parts(sent: list[list[Submit]])
     assert max(parts) <= submitter.MAX_ROWS_AT_ONCE
 
 
-async def test_samples_that_begin_in_parts_have_consecutive_seeds(
+async def test_samples_started_in_parts_have_consecutive_seeds(
     sent: list[list[Submit]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submitter, "MAX_BYTES_AT_ONCE", 4000)
@@ -89,7 +89,7 @@ async def test_samples_that_begin_in_parts_have_consecutive_seeds(
         await asyncio.gather(*calls)
     submits = [submit for part in sent for submit in part]
     prompts = [submit.prompt_token_ids[0] for submit in submits]
-    assert prompts not in (sorted(prompts), sorted(prompts, reverse=True))  # the calls begin in turn
+    assert prompts not in (sorted(prompts), sorted(prompts, reverse=True))  # the calls start in turns
     seeds = {token_id: [s.sampling.seed for s in submits if s.prompt_token_ids[0] == token_id] for token_id in (7, 8)}
     for own in seeds.values():
         assert own == list(range(own[0], own[0] + 20))
@@ -97,7 +97,7 @@ async def test_samples_that_begin_in_parts_have_consecutive_seeds(
 
 
 @pytest.mark.parametrize(("num_ids", "parts"), [(300, [1, 9]), (30, [10])])
-async def test_the_first_of_long_prompts_that_are_scored_begins_alone(
+async def test_first_of_several_long_scored_prompts_starts_alone(
     sent: list[list[Submit]], num_ids: int, parts: list[int]
 ) -> None:
     async with fake_async_engine(processes=False) as engine:
@@ -108,9 +108,7 @@ async def test_the_first_of_long_prompts_that_are_scored_begins_alone(
 
 
 @pytest.mark.parametrize("ends_by", ["abort", "timeout", "death"])
-async def test_a_call_whose_rows_have_begun_in_part_ends_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch, ends_by: str
-) -> None:
+async def test_partly_started_call_ends_completely(monkeypatch: pytest.MonkeyPatch, ends_by: str) -> None:
     monkeypatch.setattr(submitter, "MAX_BYTES_AT_ONCE", 1)
     async with fake_async_engine(processes=False) as engine:
         params = {"n": 500, "max_new_tokens": 300}

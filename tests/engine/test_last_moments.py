@@ -1,4 +1,4 @@
-"""Calls from other threads and loops while a sync engine shuts down: an answer or a named error, never a hang."""
+"""Calls from other threads and loops while a sync engine shuts down return an answer or a clear error. None hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kit.waiting import rapid_switches
 
 ROUNDS = 60
 LIMIT_S = 20.0
-"""No call needs so long; one that waits for ever fails the test."""
+"""Longer calls fail the test."""
 SHORT = {"max_new_tokens": 3}
 LONG = {"max_new_tokens": 1500}
 
@@ -31,7 +31,7 @@ def stream(llm: Engine) -> None:
 
 
 def drop(llm: Engine) -> None:
-    """Finalizers that run in the last moments."""
+    """Drop a stream, so that its finalizer runs during the shutdown."""
     chunks = llm.generate("a", LONG, stream=True)
     next(chunks)
     del chunks
@@ -45,31 +45,31 @@ def detach(llm: Engine) -> None:
     next(llm.attach(rid))
 
 
-def on_a_loop(act: Callable[[Engine], Coroutine[object, None, object]]) -> Callable[[Engine], object]:
+def on_a_loop(call: Callable[[Engine], Coroutine[object, None, object]]) -> Callable[[Engine], object]:
     def run(llm: Engine) -> object:
-        return asyncio.run(act(llm))
+        return asyncio.run(call(llm))
 
     return run
 
 
-async def awaited(llm: Engine) -> None:
+async def await_short(llm: Engine) -> None:
     await llm.async_generate("a", SHORT)
 
 
-async def awaited_long(llm: Engine) -> None:
+async def await_long(llm: Engine) -> None:
     await llm.async_generate("a", LONG)
 
 
-async def iterated(llm: Engine) -> None:
+async def iterate(llm: Engine) -> None:
     async for _ in llm.async_generate("a", SHORT, stream=True):
         pass
 
 
-async def many(llm: Engine) -> None:
+async def await_many(llm: Engine) -> None:
     await asyncio.gather(*(llm.async_generate("a", SHORT) for _ in range(5)))
 
 
-ACTS: list[Callable[[Engine], object]] = [
+CALLS: list[Callable[[Engine], object]] = [
     lambda llm: llm.generate("a", SHORT),
     lambda llm: llm.generate(["a"] * 20, SHORT),
     lambda llm: llm.chat([{"role": "user", "content": "a"}], SHORT),
@@ -85,18 +85,18 @@ ACTS: list[Callable[[Engine], object]] = [
     stream,
     drop,
     detach,
-    on_a_loop(awaited),
-    on_a_loop(awaited_long),
-    on_a_loop(iterated),
-    on_a_loop(many),
+    on_a_loop(await_short),
+    on_a_loop(await_long),
+    on_a_loop(iterate),
+    on_a_loop(await_many),
 ]
 
 
-def ends_well(act: Callable[[Engine], object], llm: Engine, deadline: float) -> BaseException | None:
-    """Do it again and again until the engine is closed; returns what else it raised."""
+def result_at_shutdown(call: Callable[[Engine], object], llm: Engine, deadline: float) -> BaseException | None:
+    """Repeat a call until the engine is closed. Return any other exception."""
     while time.monotonic() < deadline:
         try:
-            act(llm)
+            call(llm)
         except EngineClosedError:
             return None
         except BaseException as error:
@@ -106,8 +106,8 @@ def ends_well(act: Callable[[Engine], object], llm: Engine, deadline: float) -> 
     return TimeoutError("the engine was not shut down")
 
 
-@pytest.mark.parametrize("number", range(len(ACTS)))
-def test_calls_during_a_shutdown(number: int) -> None:
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_calls_during_a_shutdown_do_not_hang(number: int) -> None:
     """The same call on two threads, and one of any other kind on a third."""
     draw = random.Random(number)
     threads = ThreadPoolExecutor(4)
@@ -115,8 +115,8 @@ def test_calls_during_a_shutdown(number: int) -> None:
         for _ in range(ROUNDS // 10):
             llm = fake_engine()
             deadline = time.monotonic() + LIMIT_S
-            acts = [ACTS[number], ACTS[number], draw.choice(ACTS)]
-            ends = [threads.submit(ends_well, act, llm, deadline) for act in acts]
+            calls = [CALLS[number], CALLS[number], draw.choice(CALLS)]
+            ends = [threads.submit(result_at_shutdown, call, llm, deadline) for call in calls]
             time.sleep(draw.random() * 0.01)
             threads.submit(llm.shutdown).result(LIMIT_S)
             for end in ends:
@@ -126,19 +126,19 @@ def test_calls_during_a_shutdown(number: int) -> None:
     threads.shutdown(wait=False)
 
 
-# ---------------------------------------------------------------- the portal alone
+# ---------------------------------------------------------------- only the portal
 
 
 async def nothing() -> str:
     return "done"
 
 
-async def for_ever() -> None:
+async def wait_forever() -> None:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("make", [nothing, for_ever])
-def test_a_call_at_any_moment_of_the_end_of_a_portal(make: Callable[[], Coroutine[object, None, object]]) -> None:
+@pytest.mark.parametrize("make", [nothing, wait_forever])
+def test_call_while_the_portal_is_closed_does_not_hang(make: Callable[[], Coroutine[object, None, object]]) -> None:
     threads = ThreadPoolExecutor(3)
     with rapid_switches():
         for number in range(ROUNDS):
@@ -160,15 +160,15 @@ def test_a_call_at_any_moment_of_the_end_of_a_portal(make: Callable[[], Coroutin
                     pass
                 portal.close()
 
-            ends = [threads.submit(act) for act in (call, call, close)]
+            ends = [threads.submit(work) for work in (call, call, close)]
             for end in ends[:2]:
                 assert isinstance(end.result(LIMIT_S), EngineClosedError)
             ends[2].result(LIMIT_S)
     threads.shutdown(wait=False)
 
 
-def test_a_call_that_was_posted_and_never_begun_ends() -> None:
-    """The loop has ended when its turn would come."""
+def test_posted_call_ends_if_the_loop_ends_first() -> None:
+    """The loop ends before it runs the call."""
     portal = Portal("test")
     portal.start()
     has_begun, may_go_on = threading.Event(), threading.Event()
@@ -205,7 +205,7 @@ def test_a_call_whose_portal_is_closed_from_its_own_loop_ends() -> None:
     portal.close()
 
 
-def test_a_call_that_is_cancelled_on_the_loop_gets_a_named_error() -> None:
+def test_call_cancelled_on_the_loop_raises_a_clear_error() -> None:
     portal = Portal("test")
     portal.start()
 

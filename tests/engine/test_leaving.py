@@ -1,4 +1,4 @@
-"""Leaving early in every way, at every moment; aborting; slow readers. Nothing may be left behind."""
+"""Streams that are left early, aborts, and slow readers. Nothing may be left in the engine."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TestStreams:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_turns", [*range(12), 25])
 async def test_a_cancelled_task_leaves_nothing(world: World, num_turns: int, stream: bool) -> None:
-    """Cancelled before its first step, while tokenizing, queued, while decoding, and near the end."""
+    """The task is cancelled before its first step, in the tokenizer, in the queue, while decoding, and near the end."""
 
     async def read() -> None:
         if stream:
@@ -122,7 +122,7 @@ async def test_a_cancelled_task_leaves_nothing(world: World, num_turns: int, str
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-async def test_a_cancelled_generation_as_a_task(world: World, num_turns: int) -> None:
+async def test_generation_in_a_cancelled_task_leaves_nothing(world: World, num_turns: int) -> None:
     task = asyncio.create_task(world.engine.async_generate("abc", LONG))
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -132,7 +132,7 @@ async def test_a_cancelled_generation_as_a_task(world: World, num_turns: int) ->
     await assert_nothing_is_left(world)
 
 
-async def test_wait_for_that_runs_out_leaves_nothing(world: World) -> None:
+async def test_timeout_of_wait_for_leaves_nothing(world: World) -> None:
     world.double.is_held = True
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(world.engine.async_generate("a", LONG), 0.5)
@@ -199,7 +199,7 @@ class TestAbort:
         assert [(await one)["meta_info"]["finish_reason"] for one in generations] == ["abort"] * 3
         await assert_nothing_is_left(world)
 
-    async def test_parts_of_a_call_by_id(self, world: World) -> None:
+    async def test_rows_of_a_call_can_be_aborted_by_id(self, world: World) -> None:
         generation = world.engine.async_generate(["a", "b", "c"], {**LONG, "n": 2}, rid="x")
         await until(lambda: len(world.double.live) == 6)
         world.engine.abort_request("x_0_1")
@@ -209,7 +209,7 @@ class TestAbort:
         reasons = (await generation)["meta_info"]["finish_reason"]
         assert [str(reason) for reason in reasons] == ["length", "abort", "length", "length", "abort", "abort"]
 
-    async def test_rows_of_a_batch_that_were_not_begun(self) -> None:
+    async def test_rows_that_were_not_started_can_be_aborted(self) -> None:
         here = World(max_running=1)
         async with here.engine as engine:
             here.double.is_held = True
@@ -230,7 +230,7 @@ class TestAbort:
             generation.abort()
             assert (await generation)["meta_info"]["finish_reason"] == ["abort"] * 6
 
-    async def test_pause_and_continue(self, world: World) -> None:
+    async def test_generation_can_be_paused_and_continued(self, world: World) -> None:
         generation = world.engine.async_generate("a", LONG)
         await until(lambda: bool(world.double.live))
         assert await world.engine.pause_generation()
@@ -268,8 +268,8 @@ class TestSlowReaders:
         await slow.aclose()
 
 
-async def test_churn_leaves_no_objects(world: World) -> None:
-    """End, cancelled, aborted and dropped calls are all forgotten."""
+async def test_ended_calls_leave_no_objects(world: World) -> None:
+    """Ended, cancelled, aborted and dropped calls are forgotten."""
     gc.collect()
     for number in range(60):
         generation = world.engine.async_generate("a", LONG if number % 3 else GREEDY, stream=True)
@@ -284,7 +284,7 @@ async def test_churn_leaves_no_objects(world: World) -> None:
     del generation
     await until(lambda: not world.double.live)
     gc.collect()
-    kinds = (Call, CallRow, Stream)  # by type: other packages have a Stream too
+    kinds = (Call, CallRow, Stream)  # by type, because other packages have a class Stream, too
     assert [thing for thing in gc.get_objects() if type(thing) in kinds] == []
     assert world.engine.stats()["num_streams"] == 0
 

@@ -1,4 +1,4 @@
-"""Starting, stopping, the wrong loop, forks, what is watched, and a loop that must never stall."""
+"""Start, shutdown, wrong loops, forks, statistics, and tokenization that does not block the loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
 class TestStart:
-    def test_a_constructor_that_fails_is_forgotten_quietly(self) -> None:
+    def test_failed_constructor_prints_no_warning(self) -> None:
         with pytest.raises(TypeError, match="model_pth"):
             AsyncEngine(model_pth="x")
         gc.collect()
@@ -85,7 +85,7 @@ class TestStart:
             await engine.start()
         assert repr(engine) == "<AsyncEngine 'owner/missing' closed>"
 
-    async def test_files_that_cannot_be_read(self) -> None:
+    async def test_unreadable_files_are_refused(self) -> None:
         def prepare() -> Blueprint:
             raise ValueError("no such model")
 
@@ -95,7 +95,7 @@ class TestStart:
         assert engine.health() == {"state": "closed", "processes": []}
 
     @pytest.mark.parametrize("fails", ["processes", "tokenizer", "cancel"])
-    async def test_failing_half_way_leaves_nothing(self, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_failed_start_leaves_nothing(self, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
         here = World()
 
         async def start(self: Double) -> dict[str, object]:
@@ -124,7 +124,7 @@ class TestStart:
         assert len(asyncio.all_tasks()) == num_tasks
         assert not here.engine.is_alive
 
-    async def test_progress_is_drawn_where_it_is_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+    async def test_progress_is_drawn_on_request(self, capsys: pytest.CaptureFixture[str]) -> None:
         from aioengine.frontend.progress import ProgressBars
         from aioengine.protocol.messages import Progress
 
@@ -163,7 +163,7 @@ class TestStartingAgain:
 
         async def one_test() -> str:
             async with here.engine as engine:
-                await asyncio.gather(*(engine.start() for _ in range(3)))  # binds its lock to this loop
+                await asyncio.gather(*(engine.start() for _ in range(3)))  # its lock is bound to this loop
                 return (await engine.async_generate("a", GREEDY))["text"]
 
         assert [asyncio.run(one_test()) for _ in range(2)] == [expected_text("a", 6)] * 2
@@ -203,7 +203,7 @@ class TestStartingAgain:
         assert here.doubles[1].is_stopped
 
     async def test_while_it_shuts_down(self) -> None:
-        """The new processes begin when the old ones have ended: both may need the memory of the device."""
+        """New processes start after the old ones have ended, because both may need the memory of the device."""
         here = World()
         await here.engine.start()
         stopping = asyncio.create_task(here.engine.shutdown())
@@ -221,7 +221,7 @@ class TestStartingAgain:
         with pytest.raises(EngineDeadError):
             await here.engine.start()
         await here.engine.shutdown()
-        assert here.engine.health()["state"] == "dead"  # programs take their exit status from it
+        assert here.engine.health()["state"] == "dead"  # programs use it as their exit status
         async with here.engine as engine:
             assert engine.health()["state"] == "running"
             assert (await engine.async_generate("a", GREEDY))["text"] == expected_text("a", 6)
@@ -243,7 +243,7 @@ class TestStartingAgain:
     async def test_from_another_loop_while_it_runs(self) -> None:
         here = World()
         async with here.engine as engine:
-            assert isinstance(in_another_thread(lambda: asyncio.run(engine.start())), WrongLoopError)
+            assert isinstance(call_in_thread(lambda: asyncio.run(engine.start())), WrongLoopError)
             assert engine.is_alive
         assert len(here.doubles) == 1
 
@@ -264,7 +264,7 @@ class TestStartingAgain:
         assert found.count("started") == len(here.doubles) >= 1
         assert all(double.is_stopped for double in here.doubles)
 
-    async def test_every_run_is_forgotten(self) -> None:
+    async def test_objects_of_earlier_runs_are_freed(self) -> None:
         here = World()
         for _ in range(3):
             await here.engine.start()
@@ -277,7 +277,7 @@ class TestStartingAgain:
             gc.collect()
             return gone() is None
 
-        await until(is_gone)  # a thread that ends may have the engine a moment longer
+        await until(is_gone)  # an ending thread may have the engine a moment longer
 
 
 async def _start_and_stop(engine: AsyncEngine) -> None:
@@ -286,7 +286,7 @@ async def _start_and_stop(engine: AsyncEngine) -> None:
 
 
 class TestShutdown:
-    async def test_idempotent_and_later_calls_raise(self, world: World) -> None:
+    async def test_is_idempotent_and_later_calls_raise(self, world: World) -> None:
         await asyncio.gather(world.engine.shutdown(), world.engine.shutdown())
         await world.engine.shutdown()
         assert world.double.is_stopped
@@ -328,7 +328,7 @@ class TestShutdown:
         assert here.engine.health()["state"] == "closed"
         assert all(double.is_stopped for double in here.doubles)
 
-    async def test_while_it_loads_ends_the_start_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_while_it_loads_the_model_ends_the_start_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def load_for_long(self: Double) -> dict[str, object]:
             await asyncio.sleep(60)
             return {}
@@ -366,13 +366,13 @@ class TestShutdown:
         assert asyncio.all_tasks() == before[0]
 
 
-def in_another_thread(act: Callable[[], object]) -> object:
-    """The result of ``act`` in another thread, be it an exception."""
+def call_in_thread(function: Callable[[], object]) -> object:
+    """Call ``function`` in another thread. Return its result or its exception."""
     results: list[object] = []
 
     def run() -> None:
         try:
-            results.append(act())
+            results.append(function())
         except Exception as error:
             results.append(error)
 
@@ -386,8 +386,8 @@ async def _text_of(stream: Stream, num_chunks: int) -> str:
     return "".join([(await anext(stream))["text"] for _ in range(num_chunks)])
 
 
-async def _two_chunks_read(world: World) -> Stream:
-    """A stream of three, of an engine that is held."""
+async def _stream_after_two_chunks(world: World) -> Stream:
+    """Return a stream of three tokens after two were read. The engine is held."""
     stream = world.engine.async_generate("a", {**GREEDY, "max_new_tokens": 3}, stream=True)
     reading = asyncio.create_task(_text_of(stream, num_chunks=2))
     await until(lambda: bool(world.double.live))
@@ -405,7 +405,7 @@ class TestOneLoop:
             home.run(world.engine.start())
             world.double.is_held = True
 
-            stream = home.run(_two_chunks_read(world))
+            stream = home.run(_stream_after_two_chunks(world))
             with pytest.raises(WrongLoopError):
                 asyncio.run(_text_of(stream, num_chunks=1))
 
@@ -422,7 +422,7 @@ class TestOneLoop:
         home.run_until_complete(world.engine.start())
         world.double.is_held = True
 
-        stream = home.run_until_complete(_two_chunks_read(world))
+        stream = home.run_until_complete(_stream_after_two_chunks(world))
         elsewhere = threading.Thread(target=home.run_forever)
         elsewhere.start()
         with pytest.raises(WrongLoopError):
@@ -432,7 +432,7 @@ class TestOneLoop:
         home.run_until_complete(world.engine.shutdown())
         home.close()
 
-    async def test_another_loop_or_none(self) -> None:
+    async def test_calls_from_other_loops_and_threads_are_refused(self) -> None:
         here = World()
         async with here.engine as engine:
             generation = engine.async_generate("a", GREEDY)
@@ -444,13 +444,13 @@ class TestOneLoop:
                 lambda: asyncio.run(_result(generation)),
             ]
             for call in calls:
-                assert isinstance(in_another_thread(call), WrongLoopError)
+                assert isinstance(call_in_thread(call), WrongLoopError)
             await generation
-            stats = in_another_thread(engine.stats)
+            stats = call_in_thread(engine.stats)
             assert isinstance(stats, dict)
-            assert in_another_thread(lambda: engine.abort_request("x")) is None
+            assert call_in_thread(lambda: engine.abort_request("x")) is None
 
-    def test_its_own_loop_is_closed(self) -> None:
+    def test_engine_can_be_shut_down_after_its_loop_was_closed(self) -> None:
         here = World()
         asyncio.run(here.engine.start())
         with pytest.raises(WrongLoopError):
@@ -479,11 +479,11 @@ async def _result(generation: object) -> object:
 
 
 class TestProcesses:
-    async def test_it_cannot_be_pickled(self, world: World) -> None:
+    async def test_engine_cannot_be_pickled(self, world: World) -> None:
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(world.engine)
 
-    def test_a_fork_has_no_engine(self) -> None:
+    def test_calls_in_a_fork_are_refused(self) -> None:
         here = World()
 
         async def main() -> int:
@@ -499,14 +499,14 @@ class TestProcesses:
 
         assert asyncio.run(main()) == 0
 
-    def test_an_engine_that_was_not_started_is_started_by_forks(self) -> None:
-        """As under a server that imports the program once and forks its workers."""
+    def test_forks_can_start_an_engine_that_was_not_started(self) -> None:
+        """Servers import a program once and fork its workers."""
         here = World()
-        assert [in_a_fork(lambda: asyncio.run(_start_and_stop(here.engine))) for _ in range(2)] == [0, 0]
+        assert [exit_code_in_fork(lambda: asyncio.run(_start_and_stop(here.engine))) for _ in range(2)] == [0, 0]
         asyncio.run(_start_and_stop(here.engine))
-        assert in_a_fork(lambda: asyncio.run(_start_and_stop(here.engine))) == 0
+        assert exit_code_in_fork(lambda: asyncio.run(_start_and_stop(here.engine))) == 0
 
-    def test_an_engine_that_runs_is_not_started_by_a_fork(self) -> None:
+    def test_fork_cannot_start_a_running_engine(self) -> None:
         here = World()
 
         def start_and_stop() -> None:
@@ -518,27 +518,27 @@ class TestProcesses:
 
         async def main() -> None:
             async with here.engine as engine:
-                assert in_a_fork(lambda: in_another_thread(start_and_stop)) == 0
+                assert exit_code_in_fork(lambda: call_in_thread(start_and_stop)) == 0
                 assert engine.is_alive
 
         asyncio.run(main())
         assert here.double.num_kills == 0
 
 
-def in_a_fork(act: Callable[[], object]) -> int:
-    """The exit code of a fork of this process that does this alone: 0 where it neither raised nor returned an error."""
+def exit_code_in_fork(function: Callable[[], object]) -> int:
+    """Call ``function`` in a fork. Return the exit code of the fork: 0 if it neither raised nor returned an error."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            code = 1 if isinstance(act(), Exception) else 0
+            code = 1 if isinstance(function(), Exception) else 0
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class TestWatching:
-    async def test_stats_have_all_their_names(self, world: World) -> None:
+    async def test_stats_have_all_names(self, world: World) -> None:
         await world.engine.async_generate("a", GREEDY)
         assert set(world.engine.stats()) == {
             "num_running", "num_waiting", "num_streams", "num_detokenizing", "num_pages", "num_free_pages",
@@ -554,7 +554,7 @@ class TestWatching:
         await generation.aclose()
         assert world.engine.stats()["num_streams"] == 0
 
-    async def test_server_info_tells_of_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_server_info_names_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         facts: dict[str, object] = {
             "max_total_tokens": 16,
             "device_name": "NVIDIA H200",
@@ -617,7 +617,7 @@ class TestWatching:
         assert world.engine.tokenizer is world.tokenizer
         assert world.engine.tokenizer_manager.tokenizer.encode("a") == [97]
 
-    async def test_without_a_tokenizer(self) -> None:
+    async def test_tokenizer_manager_has_no_tokenizer_without_one(self) -> None:
         here = World(with_tokenizer=False)
         async with here.engine as engine:
             assert (await engine.async_generate(input_ids=[97], sampling_params=GREEDY))["output_ids"]
@@ -627,7 +627,7 @@ class TestWatching:
             with pytest.raises(ValueError, match="no tokenizer"):
                 engine.tokenizer.encode("a")
 
-    async def test_timings_add_up(self, world: World) -> None:
+    async def test_timings_add_up_to_the_total(self, world: World) -> None:
         world.tokenizer.delay_s = 0.02
         timings = (await world.engine.async_generate("a", GREEDY))["meta_info"]["timings"]
         stages = ("tokenize_s", "queue_s", "prefill_s", "decode_s", "deliver_s")
@@ -650,7 +650,7 @@ class TestTokenizing:
         await asyncio.gather(first, *others)
         assert world.tokenizer.batches == [["a"], ["b", "c", "d"]]
 
-    async def test_a_long_prompt_does_not_hold_short_ones(self) -> None:
+    async def test_long_prompt_does_not_delay_short_ones(self) -> None:
         here = World()
         here.tokenizer.decoder = "WordPiece"
         here.tokenizer.held_text = "x" * 200_000
@@ -663,7 +663,7 @@ class TestTokenizing:
             with pytest.raises(RequestTooLargeError, match="200000 tokens"):
                 await long
 
-    async def test_ten_megabytes_are_refused_without_a_look(self, world: World) -> None:
+    async def test_ten_megabytes_are_refused_without_tokenizing_them(self, world: World) -> None:
         for prompt in ("x" * 10_000_000, "é" * 5_000_000):
             with pytest.raises(RequestTooLargeError, match="at least [0-9]+ tokens"):
                 await world.engine.async_generate(prompt)
@@ -673,7 +673,7 @@ class TestTokenizing:
         assert max(len(text) for batch in world.tokenizer.batches for text in batch) < 10_000_000
 
 
-async def test_an_engine_that_dies_just_when_it_is_ready_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_dies_when_it_is_ready_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dying(Double):
         async def start(self) -> dict[str, object]:
             self.events.on_failure(EngineDeadError("scheduler", pid=11, exit_code=1))
@@ -700,23 +700,21 @@ async def test_drain_continues_a_paused_engine() -> None:
 
 
 @pytest.mark.parametrize(("timeout", "error"), [("5", TypeError), (math.nan, ValueError)])
-async def test_a_drain_with_a_wrong_timeout_does_not_begin(
-    world: World, timeout: object, error: type[Exception]
-) -> None:
+async def test_drain_refuses_a_wrong_timeout(world: World, timeout: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="timeout must be a number"):
         await world.engine.drain(timeout)  # type: ignore[arg-type]
     assert world.engine.health()["state"] == "running"
-    assert await world.engine.drain(-1)  # as much time as is left of a deadline
+    assert await world.engine.drain(-1)  # the remaining time of a deadline may be negative
     assert await world.engine.drain(Decimal(1))  # type: ignore[arg-type]
 
 
 async def test_drain_ends_requests_of_a_silent_scheduler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what there is of it: its text is not lost because the processes hang, or are replaced just then."""
+    """They end with their text so far, although the processes hang or are being replaced."""
     monkeypatch.setattr("aioengine.frontend.frontend.STOP_TIMEOUT_S", 0.05)
     whole = asyncio.ensure_future(world.engine.async_generate("abc", {"temperature": 0, "max_new_tokens": 400}))
     stream = world.engine.async_generate("abc", {"temperature": 0, "max_new_tokens": 400}, stream=True)
     first = await anext(stream)
-    world.double.is_held = world.double.is_deaf = True
+    world.double.is_held = world.double.ignores_aborts_and_controls = True
     assert not await world.engine.drain(0.01)
     answer = await whole
     assert answer["meta_info"]["finish_reason"] == "shutdown"

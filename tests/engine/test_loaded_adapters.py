@@ -1,4 +1,4 @@
-"""Adapters as callers see them: named in calls, loaded, listed, unloaded, and what is wrong with one."""
+"""Adapters are named in calls, loaded, listed, unloaded, and refused with a reason."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_rows_of_a_batch_name_their_adapters(tmp_path: Path) -> None:
         assert outs["text"] == [a, a]  # type: ignore[call-overload]
 
 
-async def test_streams_chats_vectors_scores_and_sessions_take_an_adapter(tmp_path: Path) -> None:
+async def test_streams_chats_vectors_scores_and_sessions_accept_an_adapter(tmp_path: Path) -> None:
     async with adapter_engine() as engine:
         await load(engine, tmp_path, "a")
         [text] = await texts_of(engine, "a", 1)
@@ -123,7 +123,7 @@ async def test_names_that_are_not_loaded_are_refused_at_the_call(tmp_path: Path)
         assert not await plain.list_lora_adapters()
 
 
-async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path) -> None:
+async def test_loading_a_bad_adapter_returns_the_reason(tmp_path: Path) -> None:
     wrong = {
         "is no folder": tmp_path / "nothing",
         "not finite": write_adapter(tmp_path / "nan", value=float("nan")),
@@ -150,7 +150,7 @@ async def test_a_bad_adapter_gives_a_false_result_with_the_reason(tmp_path: Path
         assert (await texts_of(engine, "a", 1))[0]
 
 
-async def test_relative_folder_without_a_working_directory_gives_a_false_result(
+async def test_loading_a_relative_folder_without_a_working_directory_returns_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "gone"
@@ -164,7 +164,7 @@ async def test_relative_folder_without_a_working_directory_gives_a_false_result(
         await load(engine, tmp_path, "a")
 
 
-async def test_an_adapter_whose_folder_is_gone_or_changed_fails_its_requests_alone(tmp_path: Path) -> None:
+async def test_removed_or_changed_folder_fails_only_the_requests_of_its_adapter(tmp_path: Path) -> None:
     names = ("a", "b", "c", "d")
     async with adapter_engine(max_loaded_loras=2, max_loras_per_batch=1) as engine:
         await load(engine, tmp_path, *names)
@@ -217,7 +217,7 @@ async def test_an_unload_that_is_cancelled_or_too_late_leaves_the_adapter_loaded
         assert await engine.unload_lora_adapter("a")
 
 
-async def test_calls_that_fail_half_way_use_no_adapter(tmp_path: Path) -> None:
+async def test_failed_calls_release_their_adapter(tmp_path: Path) -> None:
     async with adapter_engine() as engine:
         await load(engine, tmp_path, "a")
         stream = engine.async_generate("x", {"max_new_tokens": 1000}, stream=True, rid="mine")
@@ -229,7 +229,7 @@ async def test_calls_that_fail_half_way_use_no_adapter(tmp_path: Path) -> None:
         await stream.aclose()
 
 
-async def test_two_loads_of_a_name_and_a_shutdown_meanwhile(tmp_path: Path) -> None:
+async def test_concurrent_loads_of_a_name_and_a_shutdown_end(tmp_path: Path) -> None:
     engine = adapter_engine()
     async with engine:
         folder = write_adapter(tmp_path / "a")
@@ -246,7 +246,7 @@ async def test_two_loads_of_a_name_and_a_shutdown_meanwhile(tmp_path: Path) -> N
     assert all(result or isinstance(result, EngineClosedError) for result in results)
 
 
-async def test_pinned_adapters_are_counted_and_stay(tmp_path: Path) -> None:
+async def test_pinned_adapters_are_limited_and_stay_loaded(tmp_path: Path) -> None:
     async with adapter_engine() as engine:
         await load(engine, tmp_path, "a", pinned=True)
         second = await engine.load_lora_adapter("b", write_adapter(tmp_path / "b", 1), pinned=True)
@@ -258,7 +258,7 @@ async def test_pinned_adapters_are_counted_and_stay(tmp_path: Path) -> None:
         assert await engine.load_lora_adapter("a", tmp_path / "a", pinned=True)
 
 
-def test_the_engine_without_a_loop_has_the_same_calls(tmp_path: Path) -> None:
+def test_synchronous_engine_has_the_same_calls(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a")
     with fake_engine(max_loras_per_batch=2) as engine:
         assert engine.load_lora_adapter("a", str(folder)).loaded_adapters == {"a": str(folder)}
@@ -289,10 +289,10 @@ async def test_an_unload_waits_for_all_steps_of_a_beam_search(tmp_path: Path) ->
 
 
 @pytest.mark.process
-async def test_a_load_is_lost_with_the_scheduler(tmp_path: Path) -> None:
+async def test_load_fails_if_the_scheduler_is_lost(tmp_path: Path) -> None:
     async with adapter_engine(processes=True, adapter_s=0.1) as engine:
         scheduler = pid_of(engine, "scheduler")
-        os.kill(scheduler, signal.SIGSTOP)  # so that it does not answer before it dies
+        os.kill(scheduler, signal.SIGSTOP)  # so that it dies before it answers
         path = write_adapter(tmp_path / "a")
         loading = asyncio.create_task(engine.load_lora_adapter("a", path, pinned=True))
         await until(lambda: registry(engine)._controls._waiting)
@@ -306,7 +306,7 @@ async def test_a_load_is_lost_with_the_scheduler(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-async def test_the_replicas_of_a_fleet_load_by_need(tmp_path: Path) -> None:
+async def test_replicas_load_adapters_on_demand(tmp_path: Path) -> None:
     setup = FakeSetup(max_loras_per_batch=2, step_time_s=0.001)
     async with fleet_engine(setup, setup) as engine:
         await load(engine, tmp_path, "a", pinned=True)

@@ -1,4 +1,4 @@
-"""Logprobs in answers and chunks: one entry for each token that is given, whatever happens on the way."""
+"""Logprobs in answers and chunks have one entry per token, also after preemptions and lost processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entries_of(piece: Answer | Chunk, side: str, name: str) -> list[Any]:
 
 
 def check_output(piece: Answer | Chunk, rules: LogprobRules = RULES) -> None:
-    """The lists of the piece are those of its own tokens."""
+    """Check that the lists of the piece have the logprobs of its own tokens."""
     extras = [
         Extra(0, index, OUTPUT_LOGPROBS, fake_logprobs(rules, token_id, VOCAB_SIZE))
         for index, token_id in enumerate(piece["output_ids"])
@@ -81,9 +81,7 @@ async def test_answers_and_chunks_have_an_entry_for_each_token(engine: AsyncEngi
 
 
 @pytest.mark.parametrize("params", [{"stop": "the e"}, {"stop": "e", "no_stop_trim": True}, {"stream_interval": 7}])
-async def test_tokens_whose_text_is_held_back_have_their_entries(
-    engine: AsyncEngine, params: dict[str, object]
-) -> None:
+async def test_tokens_with_held_text_have_entries(engine: AsyncEngine, params: dict[str, object]) -> None:
     async for chunk in engine.async_generate(PROMPT, {**PARAMS, **params}, stream=True, **ASKED):
         check_output(chunk)
     check_output(await engine.async_generate(PROMPT, {**PARAMS, **params}, **ASKED))
@@ -116,7 +114,7 @@ async def test_samples_have_their_own_entries(engine: AsyncEngine) -> None:
     assert len({tuple(out["output_ids"]) for out in outs}) == 3
 
 
-async def test_texts_belong_to_the_tokens(engine: AsyncEngine) -> None:
+async def test_texts_are_those_of_the_tokens(engine: AsyncEngine) -> None:
     out = await engine.async_generate(PROMPT, PARAMS, return_text_in_logprobs=True, logprob_start_len=0, **ASKED)
     texts = "".join(text for _, _, text in entries_of(out, "output", "token"))
     assert texts == out["text"]
@@ -125,7 +123,7 @@ async def test_texts_belong_to_the_tokens(engine: AsyncEngine) -> None:
         assert [text for _, _, text in position] == ["e", "\x05"]
 
 
-async def test_without_new_tokens_the_next_distribution_is_given(engine: AsyncEngine) -> None:
+async def test_request_without_new_tokens_returns_the_next_distribution(engine: AsyncEngine) -> None:
     out = await engine.async_generate(PROMPT, {"max_new_tokens": 0}, logprob_start_len=4, **ASKED)
     assert (out["output_ids"], out["text"], out["meta_info"]["finish_reason"]) == ([], "", "length")
     assert [len(entries_of(out, "output", name)) for name in ("token", "top", "token_ids")] == [0, 1, 1]
@@ -147,7 +145,7 @@ async def test_attached_reader_gets_the_logprobs_of_its_chunks(engine: AsyncEngi
     check_prompt(chunks[0], PROMPT, 0)
 
 
-async def test_an_answer_that_was_aborted_at_once_has_empty_lists(engine: AsyncEngine) -> None:
+async def test_answer_aborted_at_once_has_empty_lists(engine: AsyncEngine) -> None:
     generation = engine.async_generate(PROMPT, PARAMS, logprob_start_len=0, **ASKED)
     generation.abort()
     out = await generation
@@ -165,7 +163,7 @@ async def test_scripted_answers_have_entries() -> None:
         assert (await engine.async_generate(PROMPT, {"max_new_tokens": 0}, **ASKED))["output_ids"] == []
 
 
-async def test_requests_that_are_preempted_have_each_entry_once() -> None:
+async def test_preempted_requests_have_each_entry_once() -> None:
     async with fake_async_engine(num_pages=12, context_length=128) as engine:
         prompts = [f"{i} of them" for i in range(8)]
         outs = await engine.async_generate(prompts, {**PARAMS, "max_new_tokens": 60}, logprob_start_len=0, **ASKED)
@@ -226,7 +224,7 @@ WRONG_AT_CALL: list[Wrong] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG_AT_CALL)
-async def test_wrong_logprob_options_are_named_at_the_call(
+async def test_wrong_logprob_options_are_refused_by_name(
     engine: AsyncEngine, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -242,12 +240,12 @@ async def test_wrong_row_fails_alone_but_a_wrong_call_fails_completely(engine: A
     assert [len(position) for position in entries_of(outs[1], "output", "top")] == [VOCAB_SIZE] * 128
 
 
-async def test_a_chat_has_entries_too() -> None:
+async def test_chat_has_entries() -> None:
     async with fake_async_engine(answers={"": "Hello."}) as engine:
         check_output(await engine.async_chat([{"role": "user", "content": "Hi"}], **ASKED))
 
 
-async def test_logprob_options_that_do_not_fit_are_named_at_the_await(
+async def test_logprob_options_that_do_not_fit_the_prompt_raise_at_the_await(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="logprob_start_len must be at most 3, the tokens of the prompt, got 4"):
@@ -263,7 +261,7 @@ async def test_logprob_options_that_do_not_fit_are_named_at_the_await(
         await engine.async_generate("abc", PARAMS, return_logprob=True, top_logprobs_num=10)
 
 
-async def test_logprobs_that_are_switched_off_may_be_described(engine: AsyncEngine) -> None:
+async def test_logprob_options_may_be_passed_with_return_logprob_false(engine: AsyncEngine) -> None:
     asked = {"top_logprobs_num": 2, "logprob_start_len": 0, "token_ids_logprob": [3], "return_text_in_logprobs": True}
     out = await engine.async_generate(PROMPT, PARAMS, return_logprob=False, **asked)  # type: ignore[call-overload]
     assert not any("logprob" in name for name in out["meta_info"])
@@ -292,6 +290,6 @@ async def test_logprob_options_without_return_logprob_are_refused(
             engine.async_generate(prompt, PARAMS, **{name: value}, **extra)  # type: ignore[call-overload]
 
 
-async def test_prompt_token_ids_stand_beside_the_text(engine: AsyncEngine) -> None:
+async def test_prompt_token_ids_are_returned_with_the_text(engine: AsyncEngine) -> None:
     out = await engine.async_generate("abc", PARAMS, return_prompt_token_ids=True, **ASKED)
     assert out["prompt_token_ids"] == [97, 98, 99]

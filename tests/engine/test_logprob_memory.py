@@ -1,4 +1,4 @@
-"""``max_logprob_bytes``: memory for logprobs is reserved when a row starts, and freed when the row was read."""
+"""``max_logprob_bytes``: memory for logprobs is reserved when a row starts, and freed after the row was read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def num_reserved(engine: AsyncEngine) -> int:
     return engine._frontend_here().limits.num_logprob_bytes
 
 
-async def test_logprobs_that_can_never_fit_are_refused_with_their_figures() -> None:
+async def test_logprobs_that_can_never_fit_are_refused_with_their_sizes() -> None:
     async with engine_of(ROW - 1) as engine:
         message = f"its logprobs may take {ROW} bytes but max_logprob_bytes={ROW - 1} are allowed"
         with pytest.raises(RequestTooLargeError, match=message):
@@ -61,8 +61,8 @@ async def read(stream: Any) -> None:
         pass
 
 
-async def wait_in_vain(generation: Any) -> None:
-    """Wait for an answer, and cancel that."""
+async def cancel_wait(generation: Any) -> None:
+    """Wait for an answer, and cancel the wait."""
     task = asyncio.ensure_future(generation)
     await asyncio.sleep(0)
     task.cancel()
@@ -70,7 +70,7 @@ async def wait_in_vain(generation: Any) -> None:
 
 
 async def do_nothing(_: object) -> None:
-    """Drop the call."""
+    """Do nothing, so that the call is dropped."""
 
 
 @pytest.mark.parametrize("finish", [read, lambda stream: stream.aclose(), do_nothing])
@@ -79,7 +79,7 @@ async def test_a_request_is_refused_until_an_unread_stream_was_read_or_left(
 ) -> None:
     async with engine_of(2 * ROW - 1) as engine:
         stream = engine.async_generate("a", stream=True, **ASKED)
-        await until(lambda: engine.stats()["num_streams"] == 0)  # it has ended, and waits for its reader
+        await until(lambda: engine.stats()["num_streams"] == 0)  # it has ended, and is unread
         message = f"open requests use max_logprob_bytes={2 * ROW - 1}"
         with pytest.raises(EngineOverloadedError, match=message) as caught:
             await engine.async_generate("b", **ASKED)
@@ -107,7 +107,7 @@ async def test_a_request_is_refused_until_an_unread_stream_was_read_or_left(
     ],
 )
 @pytest.mark.parametrize("end", ["finished", "unread", "aborted", "cancelled", "dropped", "closed"])
-async def test_all_memory_is_freed_however_a_call_ends(options: dict[str, Any], end: str) -> None:
+async def test_memory_is_freed_after_each_kind_of_end(options: dict[str, Any], end: str) -> None:
     async with engine_of(10**9) as engine:
         await engine.open_session(session_id="mine")
         call: Any = engine.async_generate(**{"prompt": "a", **ASKED, **options})
@@ -120,7 +120,7 @@ async def test_all_memory_is_freed_however_a_call_ends(options: dict[str, Any], 
             elif end == "unread":
                 await until(lambda: engine.stats()["num_streams"] == 0)
             elif end == "cancelled":
-                await wait_in_vain(anext(call) if options.get("stream") else call)
+                await cancel_wait(anext(call) if options.get("stream") else call)
             elif end == "closed":
                 await call.aclose()
         except (RequestError, ValueError):
@@ -139,7 +139,7 @@ async def test_rows_of_a_batch_wait_for_memory_instead_of_being_refused() -> Non
         assert rows == dict.fromkeys(range(40), 20)
     short = "Paris."
     async with engine_of(2 * ROW + 40 * (len(short) + 1) * POSITION, answers={"": short}) as engine:
-        outs = await engine.async_generate(prompts, **ASKED)  # whose answers are shorter than they might be
+        outs = await engine.async_generate(prompts, **ASKED)  # their answers are shorter than max_new_tokens
         assert outs["text"] == [short] * 40
         assert num_reserved(engine) == 0
 

@@ -1,4 +1,4 @@
-"""Long batches: no iteration of the loop handles more than a bounded number of their rows, wherever they come in."""
+"""The number of rows of a long batch that an iteration of the loop handles is bounded in all parts of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESSAGE = {"role": "user", "content": "a"}
 
 
 class Turns:
-    """Counts calls of functions on the loop's thread; keeps the most of one iteration of the loop."""
+    """Counts function calls on the loop's thread. ``most``: the largest counts in one iteration of the loop."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.most: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class Turns:
         self._patch.setattr(owner, name, counting)
 
     async def run(self) -> None:
-        """Begin a new count with each iteration, until this is cancelled."""
+        """Start a new count in each iteration until the task is cancelled."""
         while True:
             self.end()
             await asyncio.sleep(0)
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[World, list[object], list[str]], Any]] = {
 
 
 def limits_of_a_turn() -> dict[str, int]:
-    # Two pieces: one that the call checks, and the first that the loop does before the count is new.
+    # Two pieces: the call checks the first one, and the loop the second one before a new count starts.
     num_rows = 2 * PROMPTS_IN_PIECE
     names = ("text_prompt", "ids_prompt", "chat_prompt", "_rid", "_check_params", "_message", "_start_row")
     return {
@@ -95,7 +95,7 @@ def limits_of_a_turn() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-async def test_no_turn_of_the_loop_handles_many_rows(turns: Turns, kind: str) -> None:
+async def test_iterations_of_the_loop_handle_a_limited_number_of_rows(turns: Turns, kind: str) -> None:
     world = World(max_running=256)
     async with world.engine, asyncio.timeout(50):
         world.double.is_held = True
@@ -128,7 +128,7 @@ TEXTS = ["a"] * (PLACE + 1)
 RIDS = [f"r{number}" for number in range(PLACE + 1)]
 
 
-async def test_a_batch_without_a_tokenizer_has_no_limit_either() -> None:
+async def test_batch_without_a_tokenizer_may_have_any_length() -> None:
     without = World(max_running=256, with_tokenizer=False)
     async with without.engine:
         params: list[Any] = [{**ONE, "allowed_token_ids": [*range(200)]} for _ in range(600)]
@@ -137,7 +137,7 @@ async def test_a_batch_without_a_tokenizer_has_no_limit_either() -> None:
 
 
 class TestLaterRows:
-    """Mistakes in rows behind the first ones fail the call, by the name of the row, while the first ones run."""
+    """Errors in later rows fail the call and name the row, while the first rows are already running."""
 
     @pytest.mark.parametrize(
         ("texts", "params", "rids", "words"),
@@ -151,14 +151,16 @@ class TestLaterRows:
             (TEXTS, ONE, [*RIDS[:-1], "r7"], "'r7' is the id of two"),
         ],
     )
-    async def test_fail_the_call(self, world: World, texts: Any, params: Any, rids: Any, words: str) -> None:
+    async def test_wrong_later_row_fails_the_call(
+        self, world: World, texts: Any, params: Any, rids: Any, words: str
+    ) -> None:
         world.double.is_held = True
         generation = world.engine.async_generate(texts, params, rid=rids)
         with pytest.raises((TypeError, ValueError), match=words):
             await generation
         await until(lambda: not world.double.live)
 
-    async def test_wrong_ids_and_chats_fail_it_too(self, world: World) -> None:
+    async def test_wrong_ids_and_chats_fail_the_call(self, world: World) -> None:
         world.double.is_held = True
         ids: Any = [*[[1]] * PLACE, []]
         with pytest.raises(ValueError, match=rf"input_ids\[{PLACE}\] is empty"):
@@ -167,7 +169,7 @@ class TestLaterRows:
         with pytest.raises(TypeError, match=rf"messages\[{PLACE}\] must be"):
             await world.engine.async_chat(chats, ONE)
 
-    async def test_or_fail_alone(self, world: World) -> None:
+    async def test_wrong_later_row_fails_alone_with_return_exceptions(self, world: World) -> None:
         params: Any = [*[ONE] * PLACE, {"top_p": 7}]
         outs = await world.engine.async_generate(TEXTS, params, return_exceptions=True)
         assert isinstance(outs[-1], ValueError)
@@ -183,7 +185,7 @@ class TestLaterRows:
         assert Counter(reasons) == {"length": PLACE, "abort": 1}
         assert reasons[-1] == "abort"
 
-    async def test_unknown_ids_are_looked_up_once_more_when_all_are_known(
+    async def test_aborted_ids_that_are_not_known_yet_are_looked_up_again(
         self, world: World, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = Counter[str]()
@@ -204,7 +206,7 @@ class TestLaterRows:
         outs = await generation
         assert [out["meta_info"]["id"] for out in outs] == RIDS
 
-    async def test_a_shutdown_ends_them_too(self, world: World) -> None:
+    async def test_shutdown_ends_unchecked_rows(self, world: World) -> None:
         generation = world.engine.async_generate(["a"] * MANY, ONE)
         await asyncio.sleep(0)
         await world.engine.shutdown()

@@ -1,4 +1,4 @@
-"""``map``: any number of prompts through one engine, with rows for wrong items and files that continue."""
+"""``map`` answers any number of prompts, returns errors of wrong items as rows, and continues files."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ class TestRows:
             ({"lora_pth": "a"}, "lora_path"),
         ],
     )
-    async def test_mistakes_of_the_whole_job_raise_at_the_call(self, arguments: dict[str, Any], message: str) -> None:
+    async def test_errors_of_the_whole_job_are_raised_by_the_call(
+        self, arguments: dict[str, Any], message: str
+    ) -> None:
         async with fake_async_engine(ANSWERS) as engine:
             with pytest.raises((TypeError, ValueError), match=message):
                 engine.map(**{"prompts": ["a"], **arguments})
@@ -122,7 +124,7 @@ class TestRows:
             assert errors(rows) == {}
             assert len(rows) == 6
 
-    async def test_rows_that_would_be_late_have_errors(self) -> None:
+    async def test_rows_refused_for_their_deadline_have_errors(self) -> None:
         async with fake_async_engine(max_running=1, max_queued=0) as engine, asyncio.timeout(30):
             items = [{"prompt": "a", "refuse_late": True, "timeout": 100.0}] * 3
             rows = [row async for row in engine.map(items, window=3)]

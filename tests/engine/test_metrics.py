@@ -1,4 +1,4 @@
-"""The metrics of an engine, read by Prometheus' own parser."""
+"""The metrics of an engine, read with Prometheus' parser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scraped:
         self.registry.register(engine_collector(engine))
 
     def values(self) -> dict[str, float]:
-        """Every sample by its name, without the prefix; with its finish reason or bucket, if it has one."""
+        """Return the samples by name without prefix, and by finish reason or bucket if they have one."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(generate_latest(self.registry).decode()):
             assert family.documentation
@@ -46,7 +46,7 @@ def test_a_registry_refuses_a_second_engine() -> None:
         scraped.registry.register(engine_collector(fake_async_engine()))
 
 
-async def test_counts_and_times_are_those_of_the_answers() -> None:
+async def test_counts_and_times_equal_those_of_the_answers() -> None:
     engine = fake_async_engine()
     scraped = Scraped(engine)
     async with engine:
@@ -69,7 +69,7 @@ async def test_counts_and_times_are_those_of_the_answers() -> None:
     assert values["time_to_first_token_seconds_sum"] > sum(cast("float", one["first_token_s"]) for one in timings)
     assert values["request_decode_time_seconds_sum"] > sum(one["decode_s"] for one in timings)
     assert values["e2e_request_latency_seconds_bucket +Inf"] == 6
-    assert values["request_time_per_output_token_seconds_count"] in (3, 4)  # the last stream may have had one token
+    assert values["request_time_per_output_token_seconds_count"] in (3, 4)  # the last stream may have only one token
     assert values["prompt_tokens_total"] == 1 + 2 + 3 + 1 + 1
     assert values["generation_tokens_total"] >= 3 * 4 + 1 + 1
     assert (values["up"], values["kv_pages"], values["kv_pages_free"]) == (1, 1024, 1024)
@@ -98,7 +98,7 @@ async def test_the_hit_rate_can_be_computed() -> None:
     assert values["cached_prompt_tokens_total"] == sum(info["cached_tokens"] for info in infos) >= 2 * 96
 
 
-async def test_an_engine_that_does_not_run_has_no_gauges() -> None:
+async def test_stopped_engine_has_no_gauges() -> None:
     engine = fake_async_engine()
     scraped = Scraped(engine)
     assert (scraped.values()["up"], "kv_pages" in scraped.values()) == (0, False)
@@ -107,7 +107,7 @@ async def test_an_engine_that_does_not_run_has_no_gauges() -> None:
         assert (scraped.values()["up"], "kv_pages" in scraped.values()) == (1, True)
     values = scraped.values()
     assert (values["up"], "kv_pages" in values, values["requests_total length"]) == (0, False, 1)
-    async with engine:  # it counts on
+    async with engine:  # counters continue
         await engine.async_generate("a", FOUR)
         assert scraped.values()["requests_total length"] == 2
 
@@ -124,7 +124,7 @@ class Stopped:
         return self.known
 
     def add_observer(self, observer: Callable[[FinishedRequest], object]) -> None:
-        """Nothing ends."""
+        """Do nothing, because no request ends."""
 
 
 async def test_every_counter_of_the_engine_has_a_metric() -> None:

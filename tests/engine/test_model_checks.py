@@ -1,4 +1,4 @@
-"""What is wrong in a model's folder is an error of the constructors, before anything is started."""
+"""Constructors raise the errors of a model folder before they start anything."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shapes(**changes: object) -> Shapes:
 
 
 def save_weights(path: Path, tensors: Shapes, *, dtype: str = "F32") -> None:
-    """A safetensors file of zeros."""
+    """Write a safetensors file of zeros."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
@@ -58,7 +58,7 @@ def save_weights(path: Path, tensors: Shapes, *, dtype: str = "F32") -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder with which nothing is wrong."""
+    """Return a valid model folder."""
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
     write_config(tmp_path)
     save_weights(tmp_path / WEIGHTS, shapes())
@@ -70,7 +70,7 @@ def write_config(folder: Path, **changes: object) -> None:
 
 
 def shard(folder: Path) -> None:
-    """Two shards and their index."""
+    """Write two shards and their index."""
     tensors = shapes()
     parts = {
         "model-1.safetensors": dict(list(tensors.items())[:5]),
@@ -133,7 +133,7 @@ def tensor(begin: int, end: int, *shape: object, dtype: str = "F32") -> dict[str
 
 
 def write_sparse(path: Path, size: int) -> None:
-    """A file that says in its first bytes that its header fills it, and takes no room on the disk."""
+    """Write a sparse file whose header has the size of the file."""
     path.write_bytes((size - 8).to_bytes(8, "little"))
     os.truncate(path, size)
 
@@ -387,7 +387,7 @@ def test_constructors_raise_the_errors_of_a_folder(
     assert wait_until(lambda: threading.active_count() <= before)
 
 
-def test_whole_folders_are_taken(folder: Path) -> None:
+def test_valid_folders_are_accepted(folder: Path) -> None:
     AsyncEngine(str(folder), device="cpu")
     shard(folder)
     AsyncEngine(str(folder), device="cpu")
@@ -400,14 +400,14 @@ def test_dummy_weights_need_no_files(folder: Path) -> None:
     AsyncEngine(str(folder), device="cpu", load_format="dummy")
 
 
-def test_arguments_that_do_not_go_together_are_errors_of_the_constructor() -> None:
+def test_inconsistent_arguments_are_refused_by_the_constructor() -> None:
     with pytest.raises(ValueError, match="page_size must be a power of two"):
         AsyncEngine(device="cpu", page_size=3)
     with pytest.raises(ValueError, match="context_length must be at most"):
         AsyncEngine(context_length=10**6)
 
 
-def test_models_of_the_hub_are_looked_at_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_hub_models_are_checked_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr("aioengine.model_files.model_folder.download", lambda *_, **__: str(folder))
     monkeypatch.setattr("aioengine.supervision.supervisor.Supervisor.start", pytest.fail)
     BREAKS["truncated"][0](folder)
@@ -416,7 +416,7 @@ def test_models_of_the_hub_are_looked_at_when_the_engine_starts(monkeypatch: pyt
         asyncio.run(engine.start())
 
 
-def test_a_relative_path_is_that_of_the_constructor(
+def test_relative_path_is_resolved_in_the_constructor(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder.parent)
@@ -426,7 +426,7 @@ def test_a_relative_path_is_that_of_the_constructor(
     assert (settings.model.path, settings.text.tokenizer_path) == (str(folder), str(folder))
 
 
-def test_torch_is_not_imported_for_it(folder: Path) -> None:
+def test_checks_do_not_import_torch(folder: Path) -> None:
     BREAKS["truncated"][0](folder)
     script = (
         "import sys; from aioengine import AsyncEngine\n"

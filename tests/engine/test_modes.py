@@ -1,4 +1,4 @@
-"""The ways to call: whole and streaming, one prompt and many, samples, and what coroutines are used for."""
+"""Answers and streams, single prompts and batches, samples, and generations as coroutines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.kit.waiting import until
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
-async def test_await_gives_the_whole_answer(world: World) -> None:
+async def test_await_returns_the_answer(world: World) -> None:
     out = await world.engine.async_generate("hello", GREEDY)
     assert out["text"] == expected_text("hello", 6)
     assert out["output_ids"] == list(expected_text("hello", 6).encode())
@@ -33,12 +33,12 @@ async def test_await_gives_the_whole_answer(world: World) -> None:
     json.dumps(out)
 
 
-async def test_await_twice_gives_the_same(world: World) -> None:
+async def test_second_await_returns_the_same_answer(world: World) -> None:
     generation = world.engine.async_generate("hello", GREEDY)
     assert await generation is await generation
 
 
-async def test_stream_gives_deltas_with_offsets(world: World) -> None:
+async def test_stream_returns_deltas_with_offsets(world: World) -> None:
     text, ids, num_chunks = "", list[int](), 0
     async for chunk in world.engine.async_generate("hello", GREEDY, stream=True):
         assert (chunk["text_offset"], chunk["token_offset"]) == (len(text), len(ids))
@@ -51,7 +51,7 @@ async def test_stream_gives_deltas_with_offsets(world: World) -> None:
     assert num_chunks == 6
 
 
-async def test_await_of_a_stream_gives_the_stream(world: World) -> None:
+async def test_await_of_a_stream_returns_the_stream(world: World) -> None:
     stream = await world.engine.async_generate("hello", GREEDY, stream=True)
     assert "".join([chunk["text"] async for chunk in stream]) == expected_text("hello", 6)
     assert await stream is stream
@@ -94,7 +94,7 @@ async def test_a_second_loop_raises_the_error_that_ended_the_first_one(world: Wo
                 pass
 
 
-async def test_the_left_stream_ends_every_loop(world: World) -> None:
+async def test_iterating_a_left_stream_ends(world: World) -> None:
     stream = world.engine.async_generate("hello", GREEDY, stream=True)
     async for _ in stream:
         break
@@ -110,7 +110,7 @@ async def test_iterating_a_whole_answer_is_a_type_error(world: World) -> None:
     assert (await generation)["text"] == expected_text("hello", 6)
 
 
-async def test_reading_a_call_without_await_names_the_missing_await(world: World) -> None:
+async def test_error_of_a_call_without_await_names_the_missing_await(world: World) -> None:
     whole: Any = world.engine.async_generate("a", GREEDY)
     stream: Any = world.engine.async_generate("a", GREEDY, stream=True)
     for read in (lambda: whole["text"], lambda: whole[0], lambda: list(whole)):
@@ -122,7 +122,7 @@ async def test_reading_a_call_without_await_names_the_missing_await(world: World
     assert (await whole)["text"] == "".join([chunk["text"] async for chunk in stream])
 
 
-async def test_counters_of_an_engine_that_was_shut_down_are_a_named_error(world: World) -> None:
+async def test_stats_after_shutdown_raise_a_clear_error(world: World) -> None:
     assert world.engine.stats()["num_streams"] == 0
     await world.engine.shutdown()
     with pytest.raises(EngineClosedError, match="was shut down"):
@@ -152,7 +152,7 @@ async def test_requests_with_equal_parameters_differ_in_prompt_and_seed(world: W
     assert [submit.limits.max_new_tokens for submit in others] == [6, 6]
 
 
-async def test_token_ids_instead_of_text(world: World) -> None:
+async def test_prompt_may_be_token_ids(world: World) -> None:
     ids = list(b"hello")
     by_ids = await world.engine.async_generate(input_ids=ids, sampling_params=GREEDY, return_prompt_token_ids=True)
     assert by_ids["text"] == expected_text("hello", 6)
@@ -161,7 +161,7 @@ async def test_token_ids_instead_of_text(world: World) -> None:
     assert batch["text"] == [expected_text("hello", 6), expected_text("x", 6)]
 
 
-async def test_chat_goes_through_the_template(world: World) -> None:
+async def test_chat_uses_the_template(world: World) -> None:
     out = await world.engine.async_chat([{"role": "user", "content": "hi"}], GREEDY)
     assert out["text"] == expected_text("<user>hi<assistant>", 6)
     both = await world.engine.async_chat(
@@ -176,7 +176,7 @@ async def test_a_message_that_calls_tools_needs_no_content(world: World) -> None
     assert out["text"] == expected_text("<assistant>None<tool>4<assistant>", 6)
 
 
-async def test_a_generation_shows_its_id_and_how_it_is(world: World) -> None:
+async def test_repr_of_a_generation_has_its_id_and_state(world: World) -> None:
     world.double.is_held = True
     whole = world.engine.async_generate("a", GREEDY, rid="x")
     stream = world.engine.async_generate("a", GREEDY, rid="y", stream=True)
@@ -192,7 +192,7 @@ async def test_a_generation_shows_its_id_and_how_it_is(world: World) -> None:
 
 
 class TestBatches:
-    async def test_answers_in_the_order_of_the_prompts(self, world: World) -> None:
+    async def test_answers_are_in_the_order_of_the_prompts(self, world: World) -> None:
         prompts = [f"prompt {number}" for number in range(30)]
         outs = await world.engine.async_generate(prompts, GREEDY)
         assert isinstance(outs, BatchOutput)
@@ -200,17 +200,17 @@ class TestBatches:
         assert outs["meta_info"]["completion_tokens"] == [6] * 30
         assert [out["text"] for out in outs] == outs["text"]
 
-    async def test_one_set_of_parameters_for_each_prompt(self, world: World) -> None:
+    async def test_each_prompt_may_have_its_own_parameters(self, world: World) -> None:
         params = [{"temperature": 0, "max_new_tokens": length} for length in (1, 2, 3)]
         outs = await world.engine.async_generate(["a", "b", "c"], params)
         assert outs["text"] == ["t", "uv", "vwx"]
 
-    async def test_a_batch_of_one_and_of_none(self, world: World) -> None:
+    async def test_batches_may_have_one_row_or_none(self, world: World) -> None:
         assert (await world.engine.async_generate(["a"], GREEDY))["text"] == [expected_text("a", 6)]
         assert await world.engine.async_generate([], GREEDY) == []
         assert [chunk async for chunk in world.engine.async_generate([], GREEDY, stream=True)] == []
 
-    async def test_a_long_batch_has_every_answer_in_its_place(self, world: World) -> None:
+    async def test_answers_of_a_long_batch_are_in_order(self, world: World) -> None:
         prompts = [f"{number}é"[number % 2 - 2 :] for number in range(PROMPTS_IN_PIECE + 40)]
         prompts[-7] = "\ud800"
         one = {"temperature": 0, "max_new_tokens": 1}
@@ -232,8 +232,8 @@ class TestBatches:
         assert texts == [expected_text(prompt, 6) for prompt in "abc"]
         assert sorted(ends) == [0, 1, 2]
 
-    async def test_rows_are_fed_lazily(self) -> None:
-        """A batch of any size is taken, also where hardly anything may wait."""
+    async def test_rows_are_started_as_others_end(self) -> None:
+        """A batch of any size is accepted, even if the queue is short."""
         here = World(max_running=4, queue=QueueConfig(max_requests=1, max_tokens=100))
         async with here.engine as engine:
             outs = await engine.async_generate(["x" * 20] * 200, GREEDY)
@@ -251,7 +251,7 @@ class TestBatches:
 
 
 class TestSamples:
-    async def test_samples_stand_together_and_have_seeds_of_their_own(self, world: World) -> None:
+    async def test_samples_are_adjacent_and_have_different_seeds(self, world: World) -> None:
         params = {"max_new_tokens": 3, "n": 3, "sampling_seed": 5}
         outs = await world.engine.async_generate(["a", "b"], params)
         assert outs["text"] == [expected_text(prompt, 3, seed=5 + sample) for prompt in "ab" for sample in range(3)]
@@ -278,34 +278,34 @@ class TestSamples:
 
 
 class TestAsCoroutine:
-    async def test_it_is_a_coroutine(self, world: World) -> None:
+    async def test_generation_is_a_coroutine(self, world: World) -> None:
         generation = world.engine.async_generate("a", GREEDY)
         assert isinstance(generation, Coroutine)
         assert asyncio.iscoroutine(generation)
         await generation
 
-    async def test_create_task_and_gather(self, world: World) -> None:
+    async def test_generation_works_with_create_task_and_gather(self, world: World) -> None:
         task = asyncio.create_task(world.engine.async_generate("a", GREEDY))
         outs = await asyncio.gather(*(world.engine.async_generate(prompt, GREEDY) for prompt in "bcd"))
         assert [out["text"] for out in outs] == [expected_text(prompt, 6) for prompt in "bcd"]
         assert (await task)["text"] == expected_text("a", 6)
 
-    async def test_two_tasks_of_one_generation(self, world: World) -> None:
+    async def test_two_tasks_may_await_one_generation(self, world: World) -> None:
         generation = world.engine.async_generate("a", GREEDY)
         first, second = asyncio.create_task(generation), asyncio.create_task(generation)
         assert await first is await second
 
-    async def test_wait_for_timeout_and_shield(self, world: World) -> None:
+    async def test_generation_works_with_wait_for_timeout_and_shield(self, world: World) -> None:
         assert (await asyncio.wait_for(world.engine.async_generate("a", GREEDY), 30))["text"] == expected_text("a", 6)
         async with asyncio.timeout(30):
             await asyncio.shield(world.engine.async_generate("a", GREEDY))
 
-    async def test_task_group(self, world: World) -> None:
+    async def test_generation_works_in_a_task_group(self, world: World) -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(world.engine.async_generate(prompt, GREEDY)) for prompt in "abc"]
         assert [task.result()["text"] for task in tasks] == [expected_text(prompt, 6) for prompt in "abc"]
 
-    async def test_anyio_task_group_around_a_stream(self, world: World) -> None:
+    async def test_stream_works_in_an_anyio_task_group(self, world: World) -> None:
         texts: list[str] = []
 
         async def read(prompt: str) -> None:
@@ -317,6 +317,6 @@ class TestAsCoroutine:
                 group.start_soon(read, prompt)
         assert sorted("".join(texts)) == sorted("".join(expected_text(prompt, 6) for prompt in "abc"))
 
-    async def test_a_task_of_a_stream_gives_the_stream(self, world: World) -> None:
+    async def test_task_of_a_stream_returns_the_stream(self, world: World) -> None:
         stream = await asyncio.create_task(world.engine.async_generate("a", GREEDY, stream=True))
         assert "".join([chunk["text"] async for chunk in stream]) == expected_text("a", 6)

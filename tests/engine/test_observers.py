@@ -1,4 +1,4 @@
-"""Observers get each request that ends, once, however it ends."""
+"""Observers receive each ended request exactly once, for all kinds of ends."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_a_request_has_the_name_of_its_adapter(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, asyncio.CancelledError])
-async def test_an_observer_that_raises_harms_no_request(kind: type[BaseException]) -> None:
+async def test_exceptions_of_observers_do_not_affect_requests(kind: type[BaseException]) -> None:
     engine, reports = fake_async_engine(), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
 
@@ -136,7 +136,7 @@ async def test_an_observer_may_change_its_meta_info() -> None:
     assert chunks[-1]["meta_info"]["finish_reason"] == "length"
 
 
-async def test_an_added_observer_gets_later_calls_and_the_next_run() -> None:
+async def test_added_observer_receives_later_calls_also_of_the_next_run() -> None:
     engine = fake_async_engine()
     async with engine:
         early = engine.async_generate("a", FOUR)
@@ -155,7 +155,7 @@ async def test_nothing_is_recorded_without_an_observer(monkeypatch: pytest.Monke
         assert (await engine.async_generate("a", FOUR))["meta_info"]["completion_tokens"] == 4
 
 
-def test_the_synchronous_engine_reports_too() -> None:
+def test_synchronous_engine_reports_requests() -> None:
     requests: list[FinishedRequest] = []
     with fake_engine() as llm:
         llm.add_observer(requests.append)

@@ -1,4 +1,4 @@
-"""Under trio nothing of the engine can be awaited: the error says so, and nothing is left running."""
+"""Awaiting an engine under trio raises a clear error, and nothing keeps running."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ async def iterate_stream(engine: Engine) -> None:
 
 
 async def run_generation(engine: Engine) -> None:
-    """As trio itself runs a coroutine."""
+    """Run a generation as trio runs a coroutine."""
     engine.async_generate("a", LONG).send(None)
 
 
 class TestEngine:
     @pytest.mark.parametrize("call", [await_answer, await_stream, iterate_stream, run_generation])
-    def test_awaiting_a_call_under_trio(self, sync_world: SyncWorld, call: Callable[[Engine], Awaitable[None]]) -> None:
+    def test_awaiting_a_call_under_trio_is_refused(
+        self, sync_world: SyncWorld, call: Callable[[Engine], Awaitable[None]]
+    ) -> None:
         with sync_world.engine as engine:
             sync_world.double.is_held = True
             with pytest.raises(WrongLoopError, match="asyncio") as caught:
@@ -90,7 +92,7 @@ class TestEngine:
             while engine.stats()["num_streams"] or sync_world.double.live:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-            del caught  # until here it held the frames of the call
+            del caught  # it held the frames of the call
 
     def test_the_synchronous_methods_work_in_a_thread_of_trio(self, sync_world: SyncWorld) -> None:
         with sync_world.engine as engine:

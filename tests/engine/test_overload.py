@@ -1,4 +1,4 @@
-"""More work than there is time or room for: refused at once, waited for in line, shared out fairly."""
+"""Overload: requests are refused immediately, wait in a queue, and are shared fairly among tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWENTY = {"max_new_tokens": 20, "temperature": 0}
 
 
 def busy_engine() -> AsyncEngine:
-    """One request at a time, each of about 60 ms."""
+    """Return an engine that runs one request at a time, each for about 60 ms."""
     return fake_async_engine(max_running=1, step_time_s=0.003, processes=False)
 
 
@@ -41,7 +41,7 @@ class TestRefusingLate:
             assert in_time["meta_info"]["finish_reason"] == "length"
             assert all(out["meta_info"]["finish_reason"] == "length" for out in await asyncio.gather(*in_line))
 
-    async def test_a_stream_that_is_not_refused_begins_with_its_first_chunk(self) -> None:
+    async def test_stream_that_is_not_refused_starts(self) -> None:
         async with busy_engine() as engine:
             stream = await engine.async_generate("a", TWENTY, stream=True, timeout=60, refuse_late=True)
             assert len("".join([chunk["text"] async for chunk in stream])) == 20
@@ -49,7 +49,7 @@ class TestRefusingLate:
 
 
 def full_engine() -> AsyncEngine:
-    """One request runs, two wait, more are refused."""
+    """Return an engine on which one request runs, two wait, and more are refused."""
     return fake_async_engine(max_running=1, max_queued=2, step_time_s=0.001, processes=False)
 
 
@@ -88,7 +88,7 @@ class TestWaitingInLine:
             with pytest.raises(EngineOverloadedError):
                 engine.async_generate("b", TWENTY)
 
-    async def test_who_leaves_the_line_makes_room(self) -> None:
+    async def test_leaving_the_queue_frees_a_place(self) -> None:
         async with full_engine() as engine:
             running = [engine.async_generate("a", LONG) for _ in range(3)]
             line = [asyncio.create_task(engine.admit()) for _ in range(4)]
@@ -117,7 +117,7 @@ class TestWaitingInLine:
                 await engine.admit()
             del running
 
-    def test_threads_stand_in_line_too(self) -> None:
+    def test_threads_wait_in_the_queue(self) -> None:
         with fake_engine(max_running=1, max_queued=1, step_time_s=0.001, processes=False) as llm:
 
             def ask() -> str:
@@ -130,7 +130,7 @@ class TestWaitingInLine:
 
 
 class TestBounds:
-    async def test_bytes(self) -> None:
+    async def test_queued_bytes_are_limited(self) -> None:
         setup = FakeSetup(max_running=1, step_time_s=0.001, processes=False)
         blueprint = setup.blueprint()
         blueprint = msgspec.structs.replace(blueprint, queue=QueueConfig(max_bytes=1000))
@@ -138,7 +138,7 @@ class TestBounds:
             long = [{"role": "user", "content": [{"type": "text", "text": "x" * 400}]}]
             calls = [
                 engine.async_generate("é" * 200, TWENTY),
-                engine.async_generate(["y" * 900] * 3, TWENTY),  # a batch is not refused, and does not count
+                engine.async_generate(["y" * 900] * 3, TWENTY),  # a batch is not refused or counted
                 engine.async_generate(input_ids=[1] * 70, sampling_params=TWENTY),
                 engine.async_chat(long, TWENTY),
             ]
@@ -147,7 +147,7 @@ class TestBounds:
             await asyncio.gather(*calls)
             await engine.async_generate("b", TWENTY)
 
-    async def test_a_refusal_does_not_look_at_the_prompt(self) -> None:
+    async def test_refusal_does_not_read_the_prompt(self) -> None:
         class Untouched(list[int]):
             def __iter__(self) -> NoReturn:
                 raise AssertionError("somebody read the ids")
@@ -160,7 +160,7 @@ class TestBounds:
 
 
 class TestTenants:
-    async def test_a_flood_of_one_does_not_hold_up_another(self) -> None:
+    async def test_many_requests_of_one_tenant_do_not_delay_another(self) -> None:
         async with fake_async_engine(max_running=1, step_time_s=0.0005, processes=False) as engine:
             flood = [engine.async_generate(f"{number}", TWENTY, tenant="loud") for number in range(30)]
             await flood[0]
@@ -170,7 +170,7 @@ class TestTenants:
             assert stats["internal_states"][0]["num_waiting"] > 20  # type: ignore[index]
             await asyncio.gather(*flood)
 
-    async def test_weights_are_shares(self) -> None:
+    async def test_weights_are_shares_of_the_capacity(self) -> None:
         order: list[str] = []
 
         async def ask(engine: AsyncEngine, tenant: str) -> None:

@@ -1,4 +1,4 @@
-"""Prompt tokens count against ``max_queued_tokens`` while the scheduler has rows of them, each prompt once."""
+"""The tokens of each prompt count once for ``max_queued_tokens`` while the scheduler has a row of the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counted(world: World) -> int:
 
 
 def live(world: World) -> int:
-    """The prompt tokens of the rows that the engine waits for, samples of one prompt taken together."""
+    """Return the prompt tokens of unfinished rows. Samples of a prompt count once."""
     total = 0
     for call in world.engine._frontend_here().calls.opened:  # pyright: ignore[reportPrivateUsage]
         rows = [row for row in call.live.values() if row.uid >= 0]
@@ -39,7 +39,7 @@ def live(world: World) -> int:
     return total
 
 
-async def test_rows_that_ended_make_room_for_others() -> None:
+async def test_ended_rows_free_capacity() -> None:
     world = World(queue=QueueConfig(max_tokens=100))
     async with world.engine as engine, asyncio.timeout(20):
         world.double.is_held = True
@@ -52,14 +52,14 @@ async def test_rows_that_ended_make_room_for_others() -> None:
             world.double.step()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        assert counted(world) == NUM_PROMPT_TOKENS  # of the one row that is not over
+        assert counted(world) == NUM_PROMPT_TOKENS  # of the unfinished row
         large = engine.async_generate(input_ids=[9] * 400, sampling_params={"max_new_tokens": 1})
         world.double.resume()
         await asyncio.gather(batch, large)
         assert counted(world) == 0
 
 
-async def test_samples_share_their_prompt() -> None:
+async def test_prompt_of_samples_counts_once() -> None:
     world = World()
     async with world.engine as engine, asyncio.timeout(20):
         world.double.is_held = True
@@ -79,7 +79,7 @@ async def test_samples_share_their_prompt() -> None:
         assert counted(world) == 0
 
 
-async def test_the_line_moves_when_rows_end() -> None:
+async def test_waiting_callers_continue_when_rows_end() -> None:
     world = World(queue=QueueConfig(max_tokens=100), max_running=64)
     async with world.engine as engine, asyncio.timeout(20):
         world.double.is_held = True
@@ -97,11 +97,11 @@ async def test_the_line_moves_when_rows_end() -> None:
         await batch
 
 
-ACTS = ["single", "batch", "samples", "stream", "step", "abort", "abort row", "fail row", "leave", "cancel", "expire"]
+EVENTS = ["single", "batch", "samples", "stream", "step", "abort", "abort row", "fail row", "leave", "cancel", "expire"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 7)), max_size=25), st.booleans())
-async def test_queue_counts_are_correct_after_any_events(acts: list[tuple[str, int]], crashes: bool) -> None:
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=25), st.booleans())
+async def test_queue_counts_are_correct_after_any_events(events: list[tuple[str, int]], crashes: bool) -> None:
     world = World()
     numbers = itertools.count()
     async with world.engine as engine, asyncio.timeout(30):
@@ -137,8 +137,8 @@ async def test_queue_counts_are_correct_after_any_events(acts: list[tuple[str, i
             "cancel": lambda which: [call.abort() for call in open_calls[which : which + 1]],
             "expire": expire,
         }
-        for act, number in acts:
-            todo[act](number)
+        for event, number in events:
+            todo[event](number)
             for _ in range(3):
                 await asyncio.sleep(0)
                 assert counted(world) == live(world)

@@ -1,4 +1,4 @@
-"""``selfcheck``: finished requests are computed again, alone and without prefix hits."""
+"""``selfcheck``: finished requests are computed again, one by one and without prefix hits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def remembered(engine: BaseEngine) -> list[RecordedRequest]:
     return list(engine._frontend_anywhere().calls.finished)
 
 
-async def test_requests_of_every_kind_are_equal_when_computed_again() -> None:
+async def test_all_kinds_of_requests_are_reproduced() -> None:
     async with fake_async_engine(max_running=3, chunk_tokens=16) as engine:
         prompts = ["a longer prompt, whose beginning is cached " + text for text in "abcd"]
         await engine.async_generate(prompts, {**PARAMS, "n": 2, "temperature": 1.5}, rid="batch")
@@ -39,7 +39,7 @@ async def test_requests_of_every_kind_are_equal_when_computed_again() -> None:
         num_cached = engine.stats()["cached_tokens"]
         assert len(remembered(engine)) == 13
         assert await engine.selfcheck(NUM_FINISHED) == []
-        assert len(remembered(engine)) == 13  # it does not remember its own requests
+        assert len(remembered(engine)) == 13  # its own requests are not recorded
         await engine.async_generate("the last", PARAMS)
         assert engine.stats()["cached_tokens"] == num_cached  # it has no prefix hits
         assert await engine.selfcheck(NUM_FINISHED) == []
@@ -114,7 +114,7 @@ async def test_a_request_that_survived_a_crash_is_equal(tmp_path: Path) -> None:
         assert await engine.selfcheck() == []
 
 
-def test_the_synchronous_engine() -> None:
+def test_synchronous_engine_has_selfcheck() -> None:
     with fake_engine() as engine:
         assert engine.selfcheck() == []
         engine.generate(["a", "b"], PARAMS)

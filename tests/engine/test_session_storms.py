@@ -1,4 +1,4 @@
-"""Random turns, branches, cancellations, aborts and closed sessions, over children that are lost: nothing is left."""
+"""Random turns, branches, cancellations, aborts and closed sessions, while processes are lost. Nothing is left."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.one_loop
 
 
 class Talk:
-    """Sessions, and turns of them at random."""
+    """Opens sessions and sends random turns."""
 
     def __init__(self, engine: AsyncEngine, seed: int) -> None:
         self.engine = engine
         self.rng = random.Random(seed)
-        self.rids: dict[str, list[str]] = {}  # by session: of its answers
+        self.rids: dict[str, list[str]] = {}  # session -> ids of its answers
         self.num_opened = 0
 
     async def open_and_close(self) -> None:
@@ -45,7 +45,7 @@ class Talk:
         params |= {"offset": rng.choice([0, 0, 40]), "replace": rng.random() < 0.1}
         prompt = [rng.randrange(10, 200) for _ in range(rng.randrange(1, 60))]
         sampling = {"temperature": 0, "max_new_tokens": rng.choice([1, 5, 40])}
-        with contextlib.suppress(ValueError):  # what is forgotten, or runs, or does not fit
+        with contextlib.suppress(ValueError):  # the request is forgotten or running, or the prompt is too long
             if rng.random() < 0.5:
                 answer = cast(
                     "Answer",
@@ -65,7 +65,7 @@ class Talk:
 
 
 @pytest.mark.parametrize("num_pages", [20, 1024])
-async def test_random_sessions_leave_nothing(num_pages: int) -> None:
+async def test_random_sessions_leave_nothing_in_the_engine(num_pages: int) -> None:
     async with fake_async_engine(num_pages=num_pages, context_length=300, max_restarts=10_000) as engine:
         talk = Talk(engine, num_pages)
         turns: list[asyncio.Task[None]] = []

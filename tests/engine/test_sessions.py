@@ -1,4 +1,4 @@
-"""Sessions: each turn is the plain request with all its ids, whatever was said before, in whatever way."""
+"""Sessions: each turn equals a plain request with all its ids."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def rid_of(answer: Answer) -> str:
 
 
 def check_plain(llm: Engine, ids: list[int], turn: Answer) -> None:
-    """The turn is the plain request of these ids."""
+    """Check that the turn equals a plain request with these ids."""
     plain = llm.generate(input_ids=ids, sampling_params=PARAMS)
     assert (turn["output_ids"], turn["text"]) == (plain["output_ids"], plain["text"])
     assert turn["meta_info"]["prompt_tokens"] == len(ids)
     assert turn["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
 
 
-# ---------------------------------------------------------------- what a turn computes
+# ---------------------------------------------------------------- results of turns
 
 
 def test_turns_equal_one_plain_request_of_all_ids(llm: Engine, sid: str) -> None:
@@ -81,7 +81,7 @@ def test_a_request_can_be_continued_twice(llm: Engine, sid: str) -> None:
         check_plain(llm, history + encoded(llm, text), turn)
 
 
-def test_drop_previous_output_offset_and_no_new_ids(llm: Engine, sid: str) -> None:
+def test_turns_may_drop_output_cut_at_an_offset_or_add_no_ids(llm: Engine, sid: str) -> None:
     begin = encoded(llm, TEXTS[0], is_first=True)
     first = llm.generate(TEXTS[0], PARAMS, session_params={"id": sid})
     of_first = {"id": sid, "rid": rid_of(first)}
@@ -128,7 +128,7 @@ async def test_replace_aborts_a_request_that_runs() -> None:
         assert (await engine.async_generate("y", PARAMS, session_params={"id": sid, "rid": "a"}))["output_ids"]
 
 
-def test_samples_batches_and_streams(llm: Engine, sid: str) -> None:
+def test_turns_may_be_samples_batches_and_streams(llm: Engine, sid: str) -> None:
     begin = encoded(llm, TEXTS[0], is_first=True)
     samples = cast("BatchOutput", llm.generate(TEXTS[0], {**PARAMS, "n": 2}, rid="s", session_params={"id": sid}))
     other = llm.open_session(0, "other")
@@ -163,7 +163,7 @@ async def test_a_stream_that_is_left_and_attached_to_again_can_be_continued() ->
 
 
 def test_random_sessions_equal_a_plain_tree(llm: Engine) -> None:
-    """Roots, branches, offsets, dropped outputs, replaced requests, at random; what is forgotten is refused."""
+    """Random roots, branches, offsets, dropped outputs and replaced requests. Forgotten requests are refused."""
     draw = random.Random(11)
     for _ in range(6):
         sid = llm.open_session()
@@ -193,8 +193,10 @@ def test_random_sessions_equal_a_plain_tree(llm: Engine) -> None:
         llm.close_session(sid)
 
 
-def test_a_cache_that_is_off_changes_no_turn() -> None:
-    with fake_engine(num_pages=12, context_length=180) as small:  # pins yield: each turn evicts those of the others
+def test_turns_are_the_same_without_the_prefix_cache() -> None:
+    with fake_engine(
+        num_pages=12, context_length=180
+    ) as small:  # each turn evicts the pinned pages of the other sessions
         ids = [small.open_session() for _ in range(4)]
         rids: list[str | None] = [None] * 4
         histories: list[list[int]] = [[] for _ in ids]
@@ -228,7 +230,7 @@ async def test_a_streaming_session_is_a_chain_with_one_request_at_a_time() -> No
             history += output_ids
 
 
-async def test_a_turn_that_did_not_end_by_itself_is_rolled_back() -> None:
+async def test_incomplete_turn_is_rolled_back() -> None:
     async with fake_async_engine() as engine:
         sid = await engine.open_session(1000, "mine", True)
         first = await engine.async_generate(TEXTS[0], PARAMS, session_params={"id": sid})
@@ -279,7 +281,7 @@ async def test_turn_that_is_aborted_before_its_start_is_not_continued_while_its_
 
 
 @pytest.mark.parametrize("wrong", [{"offset": 3}, {"replace": True}, {"drop_previous_output": True}])
-def test_a_streaming_session_takes_no_switches(llm: Engine, wrong: dict[str, object]) -> None:
+def test_streaming_session_refuses_options_of_branches(llm: Engine, wrong: dict[str, object]) -> None:
     sid = llm.open_session(streaming=True)
     with pytest.raises(ValueError, match=f"streaming=True, which does not allow {next(iter(wrong))}"):
         llm.generate("x", PARAMS, session_params={"id": sid, **wrong})
@@ -288,10 +290,10 @@ def test_a_streaming_session_takes_no_switches(llm: Engine, wrong: dict[str, obj
     llm.close_session(sid)
 
 
-# ---------------------------------------------------------------- mistakes
+# ---------------------------------------------------------------- errors
 
 
-def test_mistakes_in_session_params_are_errors_of_the_call(llm: Engine, sid: str) -> None:
+def test_wrong_session_params_are_refused_by_the_call(llm: Engine, sid: str) -> None:
     def refused(value: object, error: type[Exception], match: str) -> None:
         with pytest.raises(error, match=match):
             llm.generate("x", PARAMS, stream=True, session_params=value)  # type: ignore[arg-type]
@@ -311,7 +313,7 @@ def test_mistakes_in_session_params_are_errors_of_the_call(llm: Engine, sid: str
 
 
 @pytest.mark.parametrize("task", ["embed", "classify"])
-async def test_a_model_that_generates_nothing_has_no_sessions(task: str) -> None:
+async def test_sessions_are_refused_for_models_that_do_not_generate(task: str) -> None:
     def blueprint() -> Blueprint:
         made = FakeSetup().blueprint()
         return replace(made, settings=replace(made.settings, model=replace(made.settings.model, task=task)))
@@ -324,7 +326,7 @@ async def test_a_model_that_generates_nothing_has_no_sessions(task: str) -> None
         await engine.close_session("any")
 
 
-def test_mistakes_that_need_the_session_are_errors_of_the_await(llm: Engine, sid: str) -> None:
+def test_session_params_that_do_not_fit_the_session_raise_at_the_await(llm: Engine, sid: str) -> None:
     def refused(value: dict[str, object], match: str) -> None:
         with pytest.raises(ValueError, match=match):
             llm.generate("x", PARAMS, session_params=value)
@@ -345,22 +347,22 @@ def test_mistakes_that_need_the_session_are_errors_of_the_await(llm: Engine, sid
     assert turn["meta_info"]["prompt_tokens"] == 2
 
 
-def test_a_history_that_does_not_fit_is_refused_by_name(llm: Engine, sid: str) -> None:
+def test_history_that_is_too_long_is_refused(llm: Engine, sid: str) -> None:
     first = llm.generate("x" * 1500, PARAMS, session_params={"id": sid})
     with pytest.raises(ValueError, match="2048"):
         llm.generate("y" * 600, PARAMS, session_params={"id": sid, "rid": rid_of(first)})
     kept = {"id": sid, "rid": rid_of(first)}
-    for wrong in ({"max_new_tokens": 600}, {"max_new_tokens": 2}):  # it is refused before anything is replaced
+    for wrong in ({"max_new_tokens": 600}, {"max_new_tokens": 2}):  # it is refused before a request is replaced
         with pytest.raises(ValueError, match="2048"):
             llm.generate(
                 "y" * (10 if wrong["max_new_tokens"] > 2 else 600), wrong, session_params={**kept, "replace": True}
             )
     assert llm.generate("y", PARAMS, session_params=kept)["output_ids"]
-    with pytest.raises(ValueError, match="2048"):  # ids that are not looked at, being too many
+    with pytest.raises(ValueError, match="2048"):  # too many ids are not checked one by one
         llm.generate(input_ids=[2**40] * 3000, session_params={"id": sid, "rid": rid_of(first)})
 
 
-def test_wrong_arguments_of_open_and_close_session(llm: Engine) -> None:
+def test_wrong_arguments_of_open_and_close_session_are_refused(llm: Engine) -> None:
     def refused(error: type[Exception], match: str, **arguments: object) -> None:
         with pytest.raises(error, match=match):
             llm.open_session(**arguments)  # type: ignore[arg-type]
@@ -378,7 +380,7 @@ def test_wrong_arguments_of_open_and_close_session(llm: Engine) -> None:
     llm.close_session("was never opened")
 
 
-def test_odd_ids_are_ids(llm: Engine) -> None:
+def test_session_ids_may_be_unusual_texts(llm: Engine) -> None:
     for name in ("_0", "a_1_2", "\0", " ", "'; DROP TABLE", "🙂" * 100, "None"):
         assert llm.open_session(session_id=name) == name
         with pytest.raises(ValueError, match="is open already"):
@@ -389,7 +391,7 @@ def test_odd_ids_are_ids(llm: Engine) -> None:
             llm.generate("x", PARAMS, session_params={"id": name})
 
 
-# ---------------------------------------------------------------- life
+# ---------------------------------------------------------------- opening and closing
 
 
 async def test_running_requests_continue_after_close_session() -> None:
@@ -408,7 +410,7 @@ async def test_running_requests_continue_after_close_session() -> None:
         await until(lambda: engine.stats()["num_pinned_pages"] == 0)
 
 
-async def test_with_instead_of_async_with_says_so() -> None:
+async def test_with_instead_of_async_with_is_refused_with_advice() -> None:
     async with fake_async_engine() as engine:
         with (
             pytest.raises(TypeError, match="a session of an AsyncEngine needs `async with`"),
@@ -434,7 +436,7 @@ async def test_the_end_of_a_block_closes_its_session() -> None:
             await engine.shutdown()
 
 
-async def test_pages_are_pinned_while_the_session_lives() -> None:
+async def test_pages_are_pinned_until_the_session_is_closed() -> None:
     async with fake_async_engine(num_pages=32) as engine:
         sid = await engine.open_session()
         first = await engine.async_generate("a" * 100, PARAMS, session_params={"id": sid})
@@ -460,7 +462,7 @@ async def test_idle_sessions_are_closed(monkeypatch: pytest.MonkeyPatch) -> None
         kept = await engine.open_session(timeout=500.0)
         idle = await engine.open_session(timeout=100.0)
         stream = await engine.async_generate("Hello", LONG, stream=True, session_params={"id": idle})
-        clock.now = 120.0  # one with a request that runs is not idle
+        clock.now = 120.0  # a session with a running request is not idle
         async for _ in stream:
             assert engine.stats()["num_sessions"] == 3
         clock.now = 219.0
@@ -492,12 +494,12 @@ async def test_the_number_of_sessions_and_of_their_tokens_is_bounded(monkeypatch
         for name in names:
             await engine.close_session(name)
         sid = await engine.open_session()
-        for _ in range(20):  # what is replaced counts no more
+        for _ in range(20):  # replaced requests do not count
             await engine.async_generate("x" * 300, PARAMS, session_params={"id": sid, "replace": True})
         assert engine.stats()["num_sessions"] == 1
 
 
-async def test_turns_that_failed_or_were_left_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_and_left_turns_free_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSION_TOKENS", 1600)
     async with fake_async_engine() as engine:
         sid = await engine.open_session()
@@ -509,7 +511,7 @@ async def test_turns_that_failed_or_were_left_count_no_more(monkeypatch: pytest.
             await engine.async_generate("x" * 600, PARAMS, rid="same", session_params={"id": sid, "replace": True})
 
 
-async def test_draining_and_ending_engines() -> None:
+async def test_sessions_of_draining_and_ended_engines_are_refused() -> None:
     engine = fake_async_engine()
     await engine.start()
     sid = await engine.open_session(timeout=100.0)

@@ -1,4 +1,4 @@
-"""Readers that stay away: what becomes of their requests, how little they cost, and that nobody else notices."""
+"""Slow readers: their requests are merged, paused or aborted, and other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_paused_request_resumes_at_the_same_token() -> None:
         assert text + chunk["text"] + await text_of(stream) == expected
 
 
-async def test_a_suspended_request_can_be_left_aborted_and_expire() -> None:
+async def test_suspended_request_can_be_left_aborted_or_expire() -> None:
     async with fake_async_engine(slow_reader="pause", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         streams = [engine.async_generate("a", LONG, stream=True, timeout=1.0 if n == 2 else None) for n in range(3)]
         for stream in streams:
@@ -82,11 +82,11 @@ async def test_drain_resumes_requests_suspended_for_slow_readers() -> None:
         text = (await anext(stream))["text"]
         await until(lambda: is_resting(engine))
         async with asyncio.timeout(30):
-            assert await engine.drain()  # nobody reads meanwhile
+            assert await engine.drain()  # the streams are not read during the drain
         assert text + await text_of(stream) == expected
 
 
-async def test_abort_ends_it_with_a_reason() -> None:
+async def test_policy_abort_ends_the_request_with_a_reason() -> None:
     async with fake_async_engine(slow_reader="abort", slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         stream = engine.async_generate("a", LONG, stream=True)
         await anext(stream)
@@ -97,7 +97,7 @@ async def test_abort_ends_it_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize("policy", ["pause", "abort"])
-async def test_who_reads_now_and_then_is_not_away(policy: str) -> None:
+async def test_reader_that_reads_from_time_to_time_is_not_suspended(policy: str) -> None:
     async with fake_async_engine(slow_reader=policy, slow_reader_timeout_s=AWAY_S, step_time_s=0.002) as engine:
         stream = engine.async_generate("a", {"max_new_tokens": 200}, stream=True)
         num_tokens = 0
@@ -106,7 +106,7 @@ async def test_who_reads_now_and_then_is_not_away(policy: str) -> None:
             await asyncio.sleep(AWAY_S / 3)
         assert num_tokens == 200
         assert (await scheduler_stats(engine))["num_preemptions"] == 0
-        whole = await engine.async_generate("a", {"max_new_tokens": 200})  # nothing of it is read before its end
+        whole = await engine.async_generate("a", {"max_new_tokens": 200})  # it is not read before its end
         assert len(whole["output_ids"]) == 200
 
 
@@ -135,14 +135,14 @@ async def test_thousand_stalled_readers_use_bounded_memory() -> None:
 
 
 async def test_reader_on_another_thread_does_not_break_the_check() -> None:
-    class JustEmptied(deque[CallRow]):
-        """Has something for who asks first and takes then."""
+    class EmptiedAfterLen(deque[CallRow]):
+        """Is empty although its length was 1, as if another thread had read the row."""
 
         def __len__(self) -> int:
             return 1
 
     call = make_call(is_stream=True)
-    call.ready = JustEmptied()
+    call.ready = EmptiedAfterLen()
     looks: list[int] = []
 
     class OneCall:

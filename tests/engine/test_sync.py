@@ -1,4 +1,4 @@
-"""The synchronous face: scripts, threads, any loop, notebooks, Ctrl-C."""
+"""The synchronous engine: scripts, threads, loops, notebooks, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = {"temperature": 0, "max_new_tokens": 400}
 
 
 class SyncWorld:
-    """A synchronous engine and its stand-in."""
+    """A synchronous engine and the double of its processes."""
 
     def __init__(self) -> None:
         self.world = World()
@@ -39,12 +39,12 @@ class SyncWorld:
         return self.world.double
 
     def wait(self, condition: str) -> None:
-        """Until an expression about ``double`` holds."""
+        """Wait until an expression about ``double`` holds."""
         assert wait_until(lambda: eval(condition, {"double": self.double})), condition
 
 
 def until_no_thread_is_left() -> None:
-    """Threads that encode are asked to end, and no caller waits for them."""
+    """Encoder threads end a moment after the shutdown."""
 
     def left() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name.startswith("aioengine")]
@@ -113,7 +113,7 @@ class TestModes:
             stream_and_merge(sync_world.engine, "a", {**LONG, "n": 2})
         sync_world.wait("double.aborts")
 
-    def test_control_calls_return_their_outcomes(self, sync_world: SyncWorld) -> None:
+    def test_control_calls_return_their_results(self, sync_world: SyncWorld) -> None:
         engine = sync_world.engine
         assert engine.flush_cache().success
         assert engine.pause_generation("in_place")
@@ -138,12 +138,12 @@ class TestModes:
 
 
 class TestLeaving:
-    def test_leaving_the_loop_aborts(self, sync_world: SyncWorld) -> None:
+    def test_leaving_the_loop_aborts_the_request(self, sync_world: SyncWorld) -> None:
         for _ in sync_world.engine.generate("a", LONG, stream=True):
             break
         sync_world.wait("double.aborts")
 
-    def test_close_and_the_end_of_a_with_block_abort(self, sync_world: SyncWorld) -> None:
+    def test_close_and_the_end_of_a_with_block_abort_the_request(self, sync_world: SyncWorld) -> None:
         with sync_world.engine.generate("a", LONG, stream=True, rid="x") as stream:
             assert stream.rid == "x"
             assert repr(stream) == "<ChunkIterator 'x' running>"
@@ -206,13 +206,13 @@ async def _await(generation: object) -> str:
 
 
 class TestLoopsAndThreads:
-    def test_run_takes_a_generation(self, sync_world: SyncWorld) -> None:
+    def test_asyncio_run_accepts_a_generation(self, sync_world: SyncWorld) -> None:
         for _ in range(2):
             out = asyncio.run(sync_world.engine.async_generate("a", GREEDY))
             assert out["text"] == expected_text("a", 6)
 
     @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-    def test_streams_on_several_loops(self, sync_world: SyncWorld, factory: object) -> None:
+    def test_streams_work_on_several_loops(self, sync_world: SyncWorld, factory: object) -> None:
         async def read(prompt: str) -> str:
             return "".join(
                 [chunk["text"] async for chunk in sync_world.engine.async_generate(prompt, GREEDY, stream=True)]
@@ -225,7 +225,7 @@ class TestLoopsAndThreads:
             with asyncio.Runner(loop_factory=factory) as runner:  # type: ignore[arg-type]
                 assert runner.run(main()) == [expected_text(prompt, 6) for prompt in "abc"]
 
-    def test_cancelled_on_another_loop(self, sync_world: SyncWorld) -> None:
+    def test_call_cancelled_on_another_loop_leaves_nothing(self, sync_world: SyncWorld) -> None:
         sync_world.double.is_held = True
 
         async def main() -> None:
@@ -235,8 +235,8 @@ class TestLoopsAndThreads:
         asyncio.run(main())
         sync_world.wait("double.aborts and not double.live")
 
-    def test_inside_a_running_loop(self, sync_world: SyncWorld) -> None:
-        """As in a notebook: synchronous calls while a loop runs on this thread."""
+    def test_synchronous_calls_work_inside_a_running_loop(self, sync_world: SyncWorld) -> None:
+        """Notebooks make synchronous calls while a loop runs on this thread."""
 
         async def cell() -> str:
             return sync_world.engine.generate("a", GREEDY)["text"]
@@ -282,7 +282,7 @@ class TestLoopsAndThreads:
 
 
 class TestLife:
-    def test_it_stays_closed_after_its_shutdown(self) -> None:
+    def test_engine_stays_closed_after_its_shutdown(self) -> None:
         here = SyncWorld()
         here.engine.shutdown()
         with pytest.raises(EngineClosedError, match="create another Engine"):
@@ -364,7 +364,7 @@ class TestLife:
         assert here.engine.health()["state"] == "closed"
         assert not [thread for thread in threading.enumerate() if thread.name == "aioengine"]
 
-    def test_a_forgotten_engine(self) -> None:
+    def test_forgotten_engine_is_killed_with_a_warning(self) -> None:
         here = SyncWorld()
         double = here.double
         with pytest.warns(ResourceWarning, match="not shut down"):

@@ -1,4 +1,4 @@
-"""A panic of the compiled tokenizer, which is no Exception, fails the request that caused it and nothing else."""
+"""A panic of the compiled tokenizer is not an Exception. It fails only the request that caused it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SHORT = {"max_new_tokens": 4}
 
 
 class Panic(BaseException):
-    """What a panic looks like."""
+    """Has the base class of a panic."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder with such a tokenizer."""
+    """Return a model folder whose tokenizer panics."""
     shutil.copytree(BYTE_MODEL, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_library_still_panics(folder: Path) -> None:
-    """Else the tests below show nothing."""
+    """Otherwise the tests below check nothing."""
     tokenizer = Tokenizer(folder)
     with pytest.raises(BaseException, match=".") as caught:
         tokenizer._fast.encode_batch_fast([PANICS])  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +56,7 @@ def test_tokenizer_panic_is_an_ordinary_error(folder: Path) -> None:
         assert tokenizer.encode("a") == whole
 
 
-async def test_with_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_panic_of_the_library_fails_only_its_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine, "BYTE_MODEL", folder)
     async with asyncio.timeout(30), fake_async_engine(processes=False) as engine:
         for _ in range(3):
@@ -76,7 +76,9 @@ async def test_with_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         assert engine.stats()["num_streams"] == 0
 
 
-async def test_a_tokenizer_that_raises_no_exception(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_base_exception_of_a_tokenizer_fails_only_its_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = world.tokenizer.encode
 
     def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -95,8 +97,8 @@ async def test_a_tokenizer_that_raises_no_exception(world: World, monkeypatch: p
 
 
 @pytest.mark.parametrize("rows", [1, 200])
-async def test_an_error_while_rows_begin_ends_their_call_alone(world: World, rows: int) -> None:
-    """In callbacks of the loop nobody else would see it."""
+async def test_error_while_rows_are_started_ends_only_their_call(world: World, rows: int) -> None:
+    """The loop would only log an exception of its callbacks."""
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     world.double.is_held = True
     frontend = world.engine._frontend_here()  # pyright: ignore[reportPrivateUsage]

@@ -39,7 +39,7 @@ class Traced:
 
 
 def ids_of(span: ReadableSpan) -> tuple[str, str | None]:
-    """The trace and the parent of a span."""
+    """Return the ids of the trace and the parent of a span."""
     assert span.context is not None
     return f"{span.context.trace_id:032x}", None if span.parent is None else f"{span.parent.span_id:016x}"
 
@@ -48,7 +48,7 @@ def attributes_of(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
 
 
-async def test_the_header_has_the_parent() -> None:
+async def test_parent_is_read_from_the_header() -> None:
     traced = Traced()
     async with traced.engine as engine:
         with traced.provider.get_tracer("app").start_as_current_span("another"):
@@ -115,7 +115,7 @@ async def test_attributes_describe_request_and_answer() -> None:
     assert {name: found[name] for name in expected} == expected
 
 
-async def test_names_are_those_of_the_conventions() -> None:
+async def test_names_follow_the_semantic_conventions() -> None:
     traced = Traced()
     async with traced.engine as engine:
         await engine.async_generate("a", FOUR)
@@ -131,7 +131,7 @@ async def test_names_are_those_of_the_conventions() -> None:
     assert operations == {"text_completion", "embeddings"}
 
 
-async def test_errors_and_left_streams() -> None:
+async def test_errors_and_left_streams_are_recorded() -> None:
     traced = Traced()
     async with traced.engine as engine:
         with pytest.raises(ValueError, match="5000"):
@@ -148,7 +148,7 @@ async def test_errors_and_left_streams() -> None:
     assert attributes_of(left)["gen_ai.response.finish_reasons"] == ("abort",)
 
 
-async def test_a_span_that_is_not_sampled_costs_no_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unsampled_span_has_no_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(tracing, "_attributes")
     traced = Traced(ALWAYS_OFF)
     async with traced.engine as engine:

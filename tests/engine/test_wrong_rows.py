@@ -1,4 +1,4 @@
-"""Batches with one wrong row: its exception stands in its place, and the other rows have their answers."""
+"""Batches with an invalid row return its exception in its place, and the answers of the other rows."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ FAULTS = [
 
 
 def reranking_blueprint() -> Blueprint:
-    """A fake engine that takes its vectors for the scores of a cross-encoder."""
+    """Return the blueprint of a fake engine that returns its vectors as scores of a cross-encoder."""
     blueprint = FakeSetup(max_loras_per_batch=2).blueprint()
     model = replace(blueprint.settings.model, task="classify", pooling=PoolingSettings(num_labels=1))
     return replace(blueprint, settings=replace(blueprint.settings, model=model))
@@ -167,20 +167,20 @@ def engine(request: pytest.FixtureRequest, method: str) -> AsyncEngine:
 
 
 def content(answer: Any) -> object:
-    """The content of an answer without the facts about its request; of scores, which are drawn here, their number."""
+    """Return an answer without ``meta_info``. Scores are random here, so return their number."""
     if not isinstance(answer, dict):
         return len(answer)
     return list(answer["embedding"]) if "embedding" in answer else answer.get("text", answer.get("score"))
 
 
-async def test_an_image_of_the_first_row_alone_fails_this_row(generating: AsyncEngine) -> None:
+async def test_invalid_image_fails_only_its_row(generating: AsyncEngine) -> None:
     outs = await generating.async_generate(["a", "b"], PARAMS, image_data=["a.png", None], return_exceptions=True)
     assert isinstance(outs[0], ValueError)
     assert isinstance(outs[1], dict)
 
 
 @pytest.mark.parametrize(("method", "wrong", "error", "message"), FAULTS)
-async def test_a_wrong_row_gives_its_exception_in_its_place(
+async def test_wrong_row_returns_its_exception_in_its_place(
     engine: AsyncEngine, method: str, wrong: dict[str, object], error: type[Exception], message: str
 ) -> None:
     call = getattr(engine, f"async_{method}")
@@ -219,7 +219,7 @@ async def test_rows_of_a_long_batch_fail_alone_too(
     assert len(wrong) == (PROMPTS_IN_PIECE + 1 if "cache_salt" in options else 1)
 
 
-async def test_one_unknown_adapter_for_all_rows_fails_the_call(generating: AsyncEngine) -> None:
+async def test_unknown_adapter_of_all_rows_fails_the_call(generating: AsyncEngine) -> None:
     with pytest.raises(ValueError, match="'nope' is not loaded"):
         await generating.async_generate(["a", "b"], PARAMS, lora_path="nope", return_exceptions=True)
 
@@ -236,7 +236,7 @@ async def test_a_stream_names_the_error_of_a_wrong_row(generating: AsyncEngine) 
 async def test_a_batch_with_a_wrong_row_is_aborted_when_it_is_dropped() -> None:
     async with fake_async_engine(step_time_s=0.001, processes=False) as engine:
         params: list[Any] = [{"max_new_tokens": 2000}, {"max_new_tokens": "x"}]
-        gc.disable()  # the error of the row must not need a collection
+        gc.disable()  # the error of the row must not keep the call alive in a reference cycle
         try:
             generation = engine.async_generate(["a", "b"], params, return_exceptions=True)
             await until(lambda: engine.stats()["num_running"] > 0)

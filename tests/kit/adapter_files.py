@@ -1,4 +1,4 @@
-"""Folders of adapters as peft writes them, without peft: for machines that do not have it."""
+"""Write adapter folders in the format of peft. peft need not be installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_adapter(folder: Path, model: Path, *, rank: int, seed: int) -> Path:
-    """An adapter of all projections of the Llama in the folder ``model``, of random numbers."""
+    """Write a random adapter for all projections of the Llama in the folder ``model``."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Adapters of tiny models, made and saved by peft."""
+"""Adapters of tiny models, created and saved by peft."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TENSORS = "adapter_model.safetensors"
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """An adapter with lively random weights, in a folder that peft writes. ``model`` is as before afterwards."""
+    """Save an adapter with large random weights by peft. ``model`` is unchanged afterwards."""
     options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": PROJECTIONS, "init_lora_weights": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peft, about models that are not on the hub
+        warnings.simplefilter("ignore")  # peft warns of models that are not on the hub
         adapted = get_peft_model(model, LoraConfig(**{**options, **config}))
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -37,14 +37,14 @@ def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **confi
 
 
 def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """``model`` with the adapter in its weights, by peft; it cannot be used without it any more."""
+    """Merge the adapter into the weights of ``model`` by peft. This cannot be undone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftModel.from_pretrained(model, str(folder)).merge_and_unload().eval()
 
 
 def change_tensors(folder: Path, changes: dict[str, Tensor | None]) -> None:
-    """Replace, add or (None) remove tensors of an adapter; a key is the end of a name, or a whole new one."""
+    """Replace, add or (None) remove tensors of an adapter. A key is the end of a name, or a complete new name."""
     tensors = load_file(folder / TENSORS)
     for end, tensor in changes.items():
         name = next((name for name in tensors if name.endswith(end)), end)

@@ -1,4 +1,4 @@
-"""Calls without an engine: a call, its rows, and a reader that records what it asks of the engine."""
+"""Calls without an engine: a call, its rows, and a reader whose requests to the engine are recorded."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from collections import deque
 
 
-class Notes:
-    """The requests of a reader to the engine."""
+class ReaderRequests:
+    """Records the requests of a reader to the engine."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.names: list[str] = []
 
     def leave(self, call: Call, ready: deque[CallRow], *, later: bool = False) -> None:
-        self.asked.append("leave")
+        self.names.append("leave")
 
     def check_can_wait(self, *, blocks: bool) -> None:
         """This thread can be woken."""
 
     def abort(self, call: Call) -> None:
-        self.asked.append("abort")
+        self.names.append("abort")
 
     def on_read(self, call: Call) -> None:
-        self.asked.append("on_read")
+        self.names.append("on_read")
 
 
 def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | None = None, **fields: Any) -> Call:
@@ -52,5 +52,5 @@ def add_row(call: Call, index: int = 0, **fields: Any) -> CallRow:
     return row
 
 
-def make_reader(call: Call, notes: Notes | None = None, lock: threading.RLock | None = None) -> Reader:
-    return Reader(call, call.ready, lock=lock or threading.RLock(), actions=notes or Notes())
+def make_reader(call: Call, requests: ReaderRequests | None = None, lock: threading.RLock | None = None) -> Reader:
+    return Reader(call, call.ready, lock=lock or threading.RLock(), actions=requests or ReaderRequests())

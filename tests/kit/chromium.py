@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives through a pipe: no port, no driver, no package."""
+"""Controls a headless Chromium through a pipe, without a port, a driver or a package."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of its promise."""
+        """Return the value of a JavaScript expression, or of its promise."""
         done = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
@@ -84,7 +84,7 @@ class Page:
             time.sleep(0.02)
 
     def text(self) -> str:
-        """The visible text."""
+        """Return the visible text."""
         found: str = self.value("document.body.innerText")
         return found
 
@@ -108,7 +108,7 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
     def of_event(self, method: str) -> list[dict[str, Any]]:
-        """The parameters of the events with this name."""
+        """Return the parameters of the events with this name."""
         self.value("0")  # reads the events that have arrived
         return [parameters for name, parameters in self.events if name == method]
 

@@ -62,13 +62,13 @@ class ConstrainedRunner(ScriptedRunner):
 
 
 def build(settings: Settings, report: Callable[[Progress], None]) -> ConstrainedRunner:
-    """The factory for ``RunnerSettings.factory``."""
+    """Factory for ``RunnerSettings.factory``."""
     return ConstrainedRunner.from_settings(settings)
 
 
 @contextmanager
 def constrained_engine(answers: Mapping[str, str]) -> Iterator[AsyncEngine]:
-    """A fake engine with these answers, to be started within the block."""
+    """Return a fake engine with these answers. Start it within the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "SCRIPTED_RUNNER", f"{__name__}:build")
         yield fake_engine.fake_async_engine(answers)

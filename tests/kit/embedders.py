@@ -96,7 +96,7 @@ class Reference:
 
     @torch.inference_mode()
     def vector(self, text: str, *, max_tokens: int = MAX_TOKENS) -> Tensor:
-        """Return the mean of the hidden states, not normalized."""
+        """Return the mean of the hidden states without normalization."""
         inputs = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=max_tokens)
         return self.model(**inputs).last_hidden_state[0].mean(0)
 

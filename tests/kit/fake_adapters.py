@@ -1,4 +1,4 @@
-"""Folders of small adapters, written without torch and peft."""
+"""Write folders of small adapters without torch and peft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_adapter(
     config: Mapping[str, object] | None = None,
     value: float | None = None,
 ) -> Path:
-    """An adapter of these layers with random numbers, in fp32. ``config`` changes fields of its configuration.
+    """Write a random fp32 adapter for these layers. ``config`` changes fields of its configuration.
 
     value: the first number of its tensors.
     """

@@ -1,4 +1,4 @@
-"""Writes GGUF files: any header, and tiny models with weights in every type that is read."""
+"""Writes GGUF files: any header, and tiny models with weights of every supported type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {
 
 
 class Stored(NamedTuple):
-    """A tensor as a file has it; ``shape``: as torch has it."""
+    """A tensor in the format of a file. ``shape``: in the order of torch."""
 
     kind: int
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ def _text(value: str) -> bytes:
 
 
 def _scalar(value: object) -> tuple[int, bytes]:
-    """The number of a type, and the bytes of a value of it."""
+    """Return the number of the type of this value, and its bytes."""
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
     if isinstance(value, int):
@@ -82,7 +82,7 @@ def write_gguf(path: Path, metadata: Mapping[str, object], tensors: Mapping[str,
 
 
 def stored(tensor: Tensor, kind: str) -> tuple[Stored, Tensor]:
-    """tensor [...] in blocks of a type, and the numbers that these stand for, in fp32."""
+    """Convert tensor [...] to blocks of a type. Return the blocks, and their values in fp32."""
     values = tensor.float().contiguous()
     if kind in {"F32", "F16", "BF16"}:
         made = values.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
@@ -93,7 +93,7 @@ def stored(tensor: Tensor, kind: str) -> tuple[Stored, Tensor]:
 
 
 def _half(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """values [N] -> the bytes of the same in fp16 [N, 2], and these in fp32 [N]."""
+    """Round values [N] to fp16. Return their bytes [N, 2], and their values in fp32 [N]."""
     short = values.astype(np.float16)
     return short.view(np.uint8).reshape(-1, 2), short.astype(np.float32)
 
@@ -121,7 +121,7 @@ def _q6_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = _divided(wanted, d[:, None]).astype(np.int8)
     each = (d[:, None] * scales)[:, :, None]
     q = np.clip(_divided(groups, each) + 32, 0, 63).astype(np.uint8)
-    parts = q.reshape(-1, 2, 4, 32)  # halves of a block, and what two bits of a byte belong to
+    parts = q.reshape(-1, 2, 4, 32)  # halves of a block, and places of two bits in a byte
     low = np.concatenate(
         [parts[:, :, 0] & 15 | (parts[:, :, 2] & 15) << 4, parts[:, :, 1] & 15 | (parts[:, :, 3] & 15) << 4], 2
     )
@@ -153,7 +153,7 @@ def _q4_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def model_metadata(config: Mapping[str, object]) -> dict[str, object]:
-    """The keys for config.json of a family."""
+    """Return the metadata for config.json of a family."""
     kind, rope = config["model_type"], config.get("rope_parameters") or {}
     assert isinstance(rope, dict)
     found = {
@@ -183,7 +183,7 @@ def write_model(
     kind_of_vectors: str = "F32",
     other_kinds: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """Write a model of transformers as a GGUF file; return the weights that it then has.
+    """Write a model of transformers as a GGUF file. Return its rounded weights.
 
     Args:
         config: with head_dim.
@@ -197,11 +197,11 @@ def write_model(
     for name, tensor in state.items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        turned = _taking_turns(name, tensor, config) if config["model_type"] == "llama" else tensor
+        turned = _interleave_halves(name, tensor, config) if config["model_type"] == "llama" else tensor
         kind_of_matrix = (other_kinds or {}).get(name.split(".")[-2], kind)
         tensors[_name(name)], numbers = stored(turned, kind_of_matrix if tensor.dim() > 1 else kind_of_vectors)
         if turned is not tensor:
-            places = _taking_turns(name, torch.arange(len(tensor))[:, None], config)[:, 0]
+            places = _interleave_halves(name, torch.arange(len(tensor))[:, None], config)[:, 0]
             back = torch.empty_like(numbers)
             back[places] = numbers
             numbers = back
@@ -210,8 +210,8 @@ def write_model(
     return values
 
 
-def _taking_turns(name: str, rows: Tensor, config: Mapping[str, object]) -> Tensor:
-    """rows [R, C] of queries or keys in llama.cpp's order for Llama."""
+def _interleave_halves(name: str, rows: Tensor, config: Mapping[str, object]) -> Tensor:
+    """Reorder rows [R, C] of queries or keys as llama.cpp does for Llama."""
     field = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
     if field is None:
         return rows
@@ -229,7 +229,7 @@ def _name(name: str) -> str:
 
 
 def byte_tokenizer(merges: Sequence[str], special: Sequence[str], num_tokens: int = 0) -> dict[str, object]:
-    """The keys of a tokenizer of kind gpt2: all bytes, tokens by ``merges``, special ones, and unused ones."""
+    """Return the metadata of a gpt2 tokenizer with bytes, merged tokens, special tokens and unused tokens."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = [chr(byte) for byte in visible] + [chr(256 + place) for place in range(len(hidden))]
@@ -247,7 +247,7 @@ def byte_tokenizer(merges: Sequence[str], special: Sequence[str], num_tokens: in
 
 
 def word_tokenizer(words: Sequence[str]) -> dict[str, object]:
-    """The keys of a tokenizer of kind llama: special tokens, all bytes, letters, and words with their scores."""
+    """Return the metadata of a llama tokenizer with special tokens, bytes, letters, and words with scores."""
     letters = sorted(set("".join(words)))
     pieces = [*dict.fromkeys([*words, *letters])]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]

@@ -1,4 +1,4 @@
-"""Random outputs of grammars, without a model: at each step any of the allowed tokens."""
+"""Random outputs of grammars without a model. Each step draws one of the allowed tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = Path(aioengine.__file__).parent / "demo"
 
 @cache
 def demo_grammars() -> Grammars:
-    """Over the vocabulary of the demo model."""
+    """Return grammars over the vocabulary of the demo model."""
     return Grammars(str(FOLDER), VOCAB_SIZE)
 
 
@@ -32,14 +32,14 @@ def token_bytes() -> list[bytes]:
 
 
 def grammar_of(**params: object) -> Grammar:
-    """The grammar that a request with these sampling parameters has."""
+    """Return the grammar of a request with these sampling parameters."""
     grammar = sampling(SamplingParams(**params), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)).grammar
     assert grammar is not None
     return grammar
 
 
 def allowed(constraint: Constraint) -> list[int]:
-    """The tokens that may come next."""
+    """Return the tokens that are allowed next."""
     if constraint.is_over or constraint.next_token >= 0:
         return [] if constraint.is_over else [constraint.next_token]
     masks = np.zeros((1, demo_grammars().num_words), dtype=np.int32)
@@ -48,15 +48,15 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def walk(grammar: Grammar, seed: int, *, max_tokens: int = 300) -> tuple[list[int], bool]:
-    """A random output, and whether it is complete."""
+    """Return a random output, and whether it is complete."""
     constraint = demo_grammars().open(grammar, [], 0)
     drawn = random.Random(seed)
     ids: list[int] = []
     while not constraint.is_complete and len(ids) < max_tokens:
         choices = allowed(constraint)
         assert not constraint.error, constraint.error
-        assert choices, f"a dead end behind {text_of(ids)!r}"
-        # short outputs: what closes something comes more often than chance has it
+        assert choices, f"no token is allowed after {text_of(ids)!r}"
+        # closing tokens are drawn more often, so that outputs are short
         closing = [each for each in choices if each == EOS or token_bytes()[each][-1:] in b'"}],']
         token_id = drawn.choice(closing if closing and drawn.random() < 0.4 else choices)
         ids.append(token_id)
@@ -65,7 +65,7 @@ def walk(grammar: Grammar, seed: int, *, max_tokens: int = 300) -> tuple[list[in
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Whether the grammar allows the text, byte by byte and as a whole."""
+    """Return whether the grammar allows each byte of the text and the complete text."""
     constraint = demo_grammars().open(grammar, [], 0)
     tokens = {data: token_id for token_id, data in enumerate(constraint.tokens) if len(data) == 1}
     for byte in text.encode():

@@ -1,4 +1,4 @@
-"""Grids of test cases, of which the quick run has a few."""
+"""Grids of test cases. Most of them are marked slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: one model, over HTTP."""
+"""A local HTTP server that replaces the Hugging Face hub. It has one model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class HubDouble:
     """Serves ``files`` as the model "owner/name".
 
     Attributes:
-        stuck: a pattern of files of which only the first byte is sent, until ``is_over``.
-        fetched: files of which the content was asked for. has_begun: one of them was.
+        stuck: pattern of file names. Only the first byte of these files is sent until ``is_over`` is set.
+        fetched: names of the requested files.
+        has_begun: set after the first byte of a stuck file was sent.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, stuck: str = "") -> None:
@@ -95,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Tests print nothing."""
+        """Do not log requests."""
 
 
 def _id(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Engines that take images: a real media process, and a fake runner that stands for the model."""
+"""Engines that accept images, with a real media process and a fake runner."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def media_folder(engine: AsyncEngine) -> Path:
 
 
 def record_submits(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
-    """Return a list that gets the requests that reach the processes."""
+    """Return a list to which all requests to the processes are appended."""
     found: list[Submit] = []
     submitter = engine._run.frontend.calls.submitter
     send = submitter._send

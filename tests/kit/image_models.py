@@ -45,7 +45,7 @@ PARTS_TEMPLATE = (
 
 
 class Family(NamedTuple):
-    """``prompt``: what stands for an image. ``processor``: the fields of preprocessor_config.json."""
+    """``prompt``: the placeholder of an image. ``processor``: the fields of preprocessor_config.json."""
 
     model_type: str
     prompt: str
@@ -120,7 +120,7 @@ FAMILIES = {
 
 
 def write_image_folder(folder: Path, family: Family) -> Path:
-    """A folder with the files about images and the tokenizer of bytes with the special tokens of all families."""
+    """Write a folder with the image files, and a byte tokenizer with the special tokens of all families."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": family.model_type, "text_config": TEXT_CONFIG, **family.config}
     (folder / "config.json").write_text(json.dumps(config))
@@ -133,7 +133,7 @@ def write_image_folder(folder: Path, family: Family) -> Path:
 
 
 def byte_tokenizer(special: list[str] = SPECIAL) -> Tokenizer:
-    """One token for each byte, then the special ones."""
+    """Return a tokenizer with one token per byte, followed by special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -143,7 +143,7 @@ def byte_tokenizer(special: list[str] = SPECIAL) -> Tokenizer:
 
 
 def add_image_files(folder: Path, model_type: str, placeholder_id: int, vocab_size: int) -> None:
-    """Write what a folder with weights and config.json lacks: the files about images, and a tokenizer."""
+    """Add the image files and a tokenizer to a folder with weights and config.json."""
     family, config = FAMILIES[model_type], (folder / "config.json").read_text()
     write_image_folder(folder, family)
     (folder / "config.json").write_text(config)

@@ -1,4 +1,4 @@
-"""Checks that pages, snapshots and slots of adapters add up."""
+"""Checks that all pages, snapshots and adapter slots are accounted for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_cache(cache: PrefixCache, running: Iterable[Allocation]) -> None:
-    """Check that free, cached and owned pages, and ids of snapshots, add up. running: of all running requests."""
+    """Check that each page and snapshot id is accounted for. running: allocations of all running requests."""
     allocations = list(running)
     assert len(cache._free) + cache.num_cached + sum(map(num_owned, allocations)) == cache.num_pages
     if cache.snapshots is not None:
@@ -39,7 +39,7 @@ def num_owned(allocation: Allocation) -> int:
 
 
 def _check_snapshots(snapshots: Snapshots, running: Sequence[RequestSnapshots]) -> None:
-    """Check that every snapshot is exactly once free, kept or in flight. running: of all running requests."""
+    """Check that every snapshot is free, stored or being copied. running: snapshots of all running requests."""
     copies = [copy.snapshot_id for request in running for copy in request.copies]
     assert sorted([*snapshots._free, *snapshots._ids.values(), *copies]) == list(range(snapshots.num_snapshots))
     assert all(node.parent is not None and not node.is_pending for node in snapshots._ids)

@@ -1,4 +1,4 @@
-"""The tables of models in the guide: one for each kind of model, with a row for each family.
+"""Updates the tables of models in the guide. Each kind of model has a table, and each family a row.
 
     python -m tests.kit.models_table  # adds rows of new families, removes rows without a family, updates `tp_size`
 
@@ -67,7 +67,7 @@ def can_be_divided(model_type: str) -> str:
 
 
 def table(page: str, heading: str) -> str:
-    """Return the updated table below ``heading``: families in the order of the page, then new ones."""
+    """Return the updated table below ``heading``: families of the page in its order, then new families."""
     written = rows(page)
     known = [name for name in families() if section(name) == heading]
     lines = [HEAD, "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""The pages of the documentation: their blocks of code, links, headings and tables."""
+"""Reads the documentation: blocks of code, links, headings and tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GUIDES = ROOT / "examples" / "guides"
 
 
 class Block(NamedTuple):
-    """A block of code. ``output``: the block of text that follows it at once, which is what it prints."""
+    """A block of code. ``output``: the block of text directly after it, which is its expected output."""
 
     language: str
     code: str
@@ -22,7 +22,7 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """Every page of the project."""
+    """Return all pages of the project."""
     folders = [ROOT / name for name in ("aioengine", "benchmarks", "examples", "tests")]
     return [README, *sorted(file for folder in folders for file in folder.rglob("*.md"))]
 
@@ -40,20 +40,20 @@ def blocks(text: str) -> list[Block]:
 
 
 def headings(text: str) -> set[str]:
-    """The anchors of a page, as GitHub makes them."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def links(text: str) -> list[str]:
-    """Targets of links, other sites' left out."""
+    """Return the targets of links, except those to other sites."""
     plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [target for target in re.findall(r"\]\(([^)\s]+)\)", plain) if not target.startswith("http")]
 
 
 def broken_links(page: Path) -> list[str]:
-    """Links of a page that lead to no file, or to no heading of it."""
+    """Return the links of a page to missing files or headings."""
     found: list[str] = []
     for target in links(page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
@@ -64,7 +64,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def table(text: str, first_column: str) -> dict[str, list[str]]:
-    """The rows of the table whose first column has this title: the first cell, without its backquotes -> the others."""
+    """Return the table with this title of the first column: first cell, without backquotes -> other cells."""
     _, _, rest = text.partition(f"\n| {first_column} |")
     rows: dict[str, list[str]] = {}
     for line in rest.splitlines()[2:]:

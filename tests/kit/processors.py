@@ -1,4 +1,4 @@
-"""Logits processors of a user, for tests of ``custom_logit_processor``."""
+"""User-defined logits processors for tests of ``custom_logit_processor``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORCE, ADD, BROKEN = NAMES
 
 
 class Force:
-    """Only ``token`` of the parameters can be drawn. With a ``file``: kills its process once, at the third step."""
+    """Allows only the parameter ``token``. With the parameter ``file``: kills its process once, in the third step."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -31,7 +31,7 @@ class Force:
 
 
 class Add:
-    """Adds ``bias`` to ``token``, in new memory."""
+    """Adds ``bias`` to the logit of ``token`` in a new tensor."""
 
     def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         made = logits.clone()
@@ -54,11 +54,11 @@ ERRORS = {
 
 
 class Broken:
-    """Fails as the parameters say, where they say anything."""
+    """Fails in the way that the parameter ``how`` names, if there is one."""
 
     def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> Any:
         how = next((each["how"] for each in params if each), "")
-        logits[0] = 5.0  # what is left behind counts nowhere
+        logits[0] = 5.0  # this change must be discarded
         match how:
             case "raise" | "surrogate" | "long" | "message":
                 raise ERRORS[how]

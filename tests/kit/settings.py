@@ -29,9 +29,9 @@ SECTIONS = ("model", "memory", "scheduler", "runner", "text")
 
 
 def small_settings(**changes: object) -> Settings:
-    """``SMALL`` with other values for fields, which are given by their names alone, whatever their section.
+    """Return ``SMALL`` with changed fields. They are named without their section.
 
-    A field that two sections have (``context_length``) is changed in both.
+    A field of two sections (``context_length``) is changed in both.
     """
     sections = {name: _changed(getattr(SMALL, name), changes) for name in SECTIONS}
     known = {field for struct in (SMALL, *sections.values()) for field in struct.__struct_fields__}

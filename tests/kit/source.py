@@ -1,4 +1,4 @@
-"""The package's source as syntax trees, for the tests that keep its rules."""
+"""The package's source as syntax trees, for tests of code rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Module(NamedTuple):
 
 
 class Import(NamedTuple):
-    """One imported module. ``is_typing``: only where types are checked; ``is_inner``: inside a function."""
+    """One imported module. ``is_typing``: under TYPE_CHECKING. ``is_inner``: inside a function."""
 
     target: str
     line: int
@@ -45,7 +45,7 @@ def module(place: str, text: str) -> Module:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """Every Python file of the package. No node of a tree is garbage, and collections would take most of the time."""
+    """Return every Python file of the package. Garbage collection is off, because it would take most of the time."""
     files = sorted(PACKAGE.rglob("*.py"))
     gc.disable()
     try:
@@ -56,7 +56,7 @@ def modules() -> tuple[Module, ...]:
 
 
 def imports(of: Module) -> Iterator[Import]:
-    """Every module that this one imports; "from x import y" counts as x.y, which may be a name in x."""
+    """Yield every import of a module. "from x import y" counts as x.y, even if y is not a module."""
     yield from _imports(of.tree, is_typing=False, is_inner=False)
 
 
@@ -75,7 +75,7 @@ def _imports(node: ast.AST, *, is_typing: bool, is_inner: bool) -> Iterator[Impo
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[str, Function]]:
-    """Every function with its qualified name, methods and inner functions too."""
+    """Yield every function, method and inner function with its qualified name."""
     yield from _functions(tree, ())
 
 
@@ -95,5 +95,5 @@ def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
 
 
 def decorators(of: Function | ast.ClassDef) -> set[str]:
-    """The last words of the decorators: {"overload", "property"}."""
+    """Return the last words of the decorators, such as {"overload", "property"}."""
     return {ast.unparse(node).partition("(")[0].rpartition(".")[2] for node in of.decorator_list}

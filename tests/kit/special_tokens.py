@@ -1,4 +1,4 @@
-"""Grammars over the vocabulary of the demo model with more special tokens, and texts with these tokens."""
+"""Grammars and texts with more special tokens than the demo model has."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grammars() -> Grammars:
 
 
 def compiled(**params: object) -> Grammar:
-    """The grammar of a request with these sampling parameters."""
+    """Return the grammar of a request with these sampling parameters."""
     grammar = sampling(SamplingParams(**params), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)).grammar
     assert grammar is not None
     return grammar
@@ -56,7 +56,7 @@ def ids_of_bytes() -> dict[int, int]:
 
 
 def encoded(text: str) -> list[int]:
-    """The ids of a text: its special tokens, and a token for each byte of other text."""
+    """Return the ids of a text: special tokens, and one token per byte of other text."""
     ids: list[int] = []
     for part in re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text):
         is_special = part in SPECIAL
@@ -65,7 +65,7 @@ def encoded(text: str) -> list[int]:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Whether this is a complete output of the grammar."""
+    """Return whether this is a complete output of the grammar."""
     matcher = grammars().open(grammar, [], 0).matcher
     ids = encoded(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -75,7 +75,7 @@ ENDS = ("[/THINK]", "<|end|>", "</think>", "\n</parameter>\n", "}", "]", '"')
 
 
 def walk(grammar: Grammar, seed: int, *, max_choices: int = 120) -> tuple[str, bool]:
-    """A random output, and whether it is complete. Often it takes the text of ``ENDS``, so that it is short."""
+    """Return a random output, and whether it is complete. Often ``ENDS`` are preferred, so that outputs are short."""
     constraint = grammars().open(grammar, [], 0)
     drawn = random.Random(seed)
     text = b""

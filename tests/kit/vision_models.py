@@ -137,7 +137,7 @@ def save_vision_model(model_type: str, folder: Path, *, head_size: int = 16) -> 
     torch.manual_seed(5)
     model = (_qwen(model_type, head_size) if model_type in QWEN_TOWERS else MODELS[model_type]()).eval()
     for name, parameter in model.named_parameters():
-        is_zero = name.endswith("mm_input_projection_weight")  # of Gemma 3, before its training
+        is_zero = name.endswith("mm_input_projection_weight")  # these weights of Gemma 3 are zeros before its training
         if is_zero or (parameter.dim() == 1 and name.endswith("bias")):
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)

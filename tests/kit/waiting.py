@@ -1,4 +1,4 @@
-"""Waiting for what has no event, and thread switches that come often."""
+"""Waits for conditions by polling, and switches threads often."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager
 async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Let the loop run until ``condition`` holds."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+        while not condition():  # noqa: ASYNC110  # the condition has no event
             await asyncio.sleep(0.001)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, every_s: float = 0.001) -> bool:
-    """Wait, on a thread that runs no loop, until ``condition`` holds; false where it never did.
+    """Block the thread until ``condition`` holds. Return False if it does not hold in time.
 
-    every_s: time between two looks; longer where a look takes the time of other processes.
+    every_s: time between two checks. Longer if a check slows other processes down.
     """
     until_at = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < until_at:
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, every_s
 
 @contextmanager
 def rapid_switches() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
+    """Switch threads after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints of one tiny model with different weights, and a reference for answers that several of them computed."""
+"""Checkpoints of a tiny model with different weights, and a reference for answers from several versions."""
 
 from __future__ import annotations
 

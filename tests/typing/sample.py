@@ -1,6 +1,6 @@
-"""A program as users write it, checked by mypy and pyright in strict mode: every type here is what the call gives.
+"""A program that mypy and pyright check in strict mode. It asserts the types of all calls.
 
-Lines with ``type: ignore`` are mistakes that mypy reports: without its error the comment itself is one.
+Lines with ``type: ignore`` must be errors. mypy reports unused comments.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def prompts_of_either_kind(llm: Engine, prompt: str | list[str], token_ids: list
     assert_type(llm.async_generate(prompt), Generation[Answer] | Generation[BatchOutput])
     assert_type(llm.generate(input_ids=token_ids), Answer | BatchOutput)
     assert_type(llm.generate(("a", "b")), BatchOutput)
-    # ``n`` stands in the value of sampling_params, which has no part in types: with n above 1 this is a BatchOutput.
+    # types do not depend on ``n`` in sampling_params: if n is above 1, this is a BatchOutput.
     assert_type(llm.generate("a", {"n": 2}), Answer)
     assert_type(llm.generate(["a"], {"n": 2}), BatchOutput)
 

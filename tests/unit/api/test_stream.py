@@ -17,7 +17,7 @@ from aioengine.frontend.calls.delivery import MAX_ENDED, MAX_WOKEN, Delivery
 from aioengine.frontend.calls.reader import EndOfOutput
 from aioengine.protocol.columns import TokenColumns
 from aioengine.protocol.messages import End, FinishCode, FirstToken, TextChunks
-from tests.kit.calls import Notes, add_row, make_call, make_reader
+from tests.kit.calls import ReaderRequests, add_row, make_call, make_reader
 
 if TYPE_CHECKING:
     from aioengine.api.answers import Chunk
@@ -27,10 +27,10 @@ class Slot:
     """A call with its rows, its reader, and the recorded requests of the reader."""
 
     def __init__(self, num_rows: int = 1, *, is_stream: bool = True, returns_exceptions: bool = False) -> None:
-        self.notes = Notes()
+        self.requests = ReaderRequests()
         self.call = make_call(num_rows, is_stream=is_stream, returns_exceptions=returns_exceptions)
         self.lock = threading.RLock()
-        self.reader = make_reader(self.call, self.notes, self.lock)
+        self.reader = make_reader(self.call, self.requests, self.lock)
         self.rows = [add_row(self.call, position) for position in range(num_rows)]
 
     def put(self, row: CallRow, text: str, token_ids: list[int]) -> None:
@@ -166,14 +166,14 @@ class TestLeaving:
         slot.end(slot.rows[0])
         slot.reader.leave()
         slot.reader.abort()
-        assert slot.notes.asked == []
+        assert slot.requests.names == []
 
     def test_before_the_end_abort_and_the_first_leaving_are_sent(self) -> None:
         slot = Slot()
         slot.reader.abort()
         slot.reader.leave()
         slot.reader.leave()
-        assert slot.notes.asked == ["abort", "leave"]
+        assert slot.requests.names == ["abort", "leave"]
 
     def test_reading_the_ends_of_rows_lets_later_rows_of_a_batch_start(self) -> None:
         slot = Slot(3)
@@ -183,10 +183,10 @@ class TestLeaving:
         slot.end(slot.rows[1])
         assert slot.call.num_held == 3
         slot.reader.take()
-        assert slot.notes.asked == []
+        assert slot.requests.names == []
         slot.reader.take()
         assert slot.call.num_held == 2
-        assert slot.notes.asked == ["on_read"]
+        assert slot.requests.names == ["on_read"]
 
 
 async def wait_here(slot: Slot) -> asyncio.Future[Chunk | None]:

@@ -96,7 +96,7 @@ def test_only_long_texts_are_checked_before_encoding() -> None:
 
 
 class Watched(Pairs):
-    """Notes the batches."""
+    """Records the batches."""
 
     def __init__(self) -> None:
         super().__init__()
