@@ -19,7 +19,7 @@ from aioengine.errors import EngineDeadError, EngineError, EngineOverloadedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Stand-ins for the values of constructor parameters, by name.
+# parameter name of a constructor -> value
 VALUES: dict[str, object] = {
     "role": "scheduler",
     "pid": 11,
@@ -33,7 +33,7 @@ CLASSES = [found for found in vars(errors).values() if inspect.isclass(found) an
 
 
 def make(error_type: type[Exception]) -> Exception:
-    """An error with all that an error can have."""
+    """Return an error with all attributes set."""
     parameters = inspect.signature(error_type.__init__).parameters.values()
     named = [parameter for parameter in parameters if parameter.name in VALUES]
     positional = [VALUES[one.name] for one in named if one.kind is not inspect.Parameter.KEYWORD_ONLY]
@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Exception], Exception]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error_type", CLASSES)
-def test_an_error_is_the_same_after_a_copy(error_type: type[Exception], way: str) -> None:
+def test_copied_errors_are_equal(error_type: type[Exception], way: str) -> None:
     error = make(error_type)
     found = WAYS[way](error)
     assert type(found) is error_type
@@ -69,7 +69,7 @@ def test_an_error_is_the_same_after_a_copy(error_type: type[Exception], way: str
     assert found.__suppress_context__ is error.__suppress_context__
 
 
-def test_properties_and_an_error_without_a_cause() -> None:
+def test_properties_of_an_error_without_a_cause() -> None:
     found = pickle.loads(pickle.dumps(EngineDeadError("detokenizer", pid=5, exit_code=-6)))
     assert (found.role, found.pid, found.exit_code, found.signal, found.log_lines) == ("detokenizer", 5, -6, 6, ())
     assert found.__cause__ is None
@@ -78,7 +78,7 @@ def test_properties_and_an_error_without_a_cause() -> None:
 
 
 class Unpicklable(Exception):
-    """As many libraries have them: made from other arguments than those that it hands on."""
+    """Its constructor has other arguments than it passes on, as in many libraries."""
 
     def __init__(self, url: str, status: int) -> None:
         super().__init__(f"{url}: {status}")
@@ -96,21 +96,21 @@ def test_a_cause_that_cannot_be_pickled_is_kept_as_text() -> None:
     assert type(copy.copy(error.__cause__).__cause__) is Unpicklable
 
 
-def test_an_error_that_is_its_own_cause() -> None:
+def test_error_that_is_its_own_cause_can_be_copied() -> None:
     error = EngineError("boom")
     error.__cause__ = error
     for found in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
         assert found.__cause__ is found
 
 
-def test_a_subclass_of_a_program_with_other_arguments() -> None:
+def test_subclass_with_other_arguments_can_be_copied() -> None:
     found = pickle.loads(pickle.dumps(Tagged("forward", "no memory", "tag")))
     assert (type(found), found.tag, found.stage, str(found)) == (
         Tagged, "tag", "forward", "the request failed in stage 'forward': no memory"
     )  # fmt: skip
 
 
-def test_an_error_that_holds_itself_in_a_list() -> None:
+def test_error_that_contains_itself_in_a_list_can_be_copied() -> None:
     error = EngineError("boom")
     for _ in range(50):
         inner, error = error, EngineError("boom")

@@ -13,7 +13,7 @@ from tests.kit.calls import add_row, make_call
 
 
 def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, index: int = 0) -> Answer:
-    """The answer of a row of a call at 10 s."""
+    """Return the answer of a row whose call was made at 10 s."""
     row = a_row(index, has_unread=True)
     row.put(text, token_ids)
     row.call.end_row(row, end, delivered_at)
@@ -45,7 +45,7 @@ class TestWeightVersions:
         assert answer["meta_info"]["weight_version"] == "v2"
 
     def test_tokens_that_are_computed_again_have_the_new_version(self) -> None:
-        """The first process was lost after it had announced a version for tokens that were not delivered."""
+        """The first process was lost after it had reported a version of tokens that were not delivered."""
         row = a_row(has_unread=True)
         row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 2, WEIGHT_VERSION, b"v3"))
@@ -57,7 +57,7 @@ class TestWeightVersions:
 
 
 class TestFinishReason:
-    def test_a_dict_that_equals_and_prints_its_type(self) -> None:
+    def test_finish_reason_is_a_dict_that_equals_its_type(self) -> None:
         reason = FinishReason(type="stop", matched=7)
         assert reason == "stop"
         assert reason != "length"
@@ -68,7 +68,7 @@ class TestFinishReason:
         assert {"stop": 1}[reason] == 1  # type: ignore[index]
         assert json.loads(json.dumps(reason)) == {"type": "stop", "matched": 7}
 
-    def test_matched_is_none_where_nothing_matched(self) -> None:
+    def test_matched_is_none_without_a_match(self) -> None:
         reason = FinishReason(type="length", length=3)
         assert reason["matched"] is None
         with pytest.raises(KeyError):
@@ -92,7 +92,7 @@ class TestFinishReason:
     def test_finish_reasons_of_every_end(self, end: End, expected: dict[str, object]) -> None:
         assert finish_reason(end, 12) == expected
 
-    def test_which_ends_are_errors(self) -> None:
+    def test_some_ends_are_errors(self) -> None:
         assert isinstance(error(finished(FinishCode.TOO_LARGE)), RequestTooLargeError)
         failed = error(finished(FinishCode.FAILED, stage="sample", message="nan"))
         assert isinstance(failed, RequestError)
@@ -127,7 +127,7 @@ class TestDicts:
             },
         }
 
-    def test_the_end_of_an_answer(self) -> None:
+    def test_keys_of_an_answer(self) -> None:
         end = finished(
             FinishCode.STOP, matched=0, num_cached=2, num_preemptions=1, admitted_at=12.0, first_token_at=15.0
         )
@@ -149,7 +149,7 @@ class TestDicts:
             "total_s": 10.5,
         }
 
-    def test_index_and_prompt_are_there_if_asked_for(self) -> None:
+    def test_index_and_prompt_are_returned_on_request(self) -> None:
         row = a_row(2, is_stream=True, shows_prompt=True)
         row.put("", [])
         chunk = row.take()
@@ -175,7 +175,7 @@ class TestBatchOutput:
         answer_of(f"text {number}", [number] * number, finished(FinishCode.LENGTH), 21.0, number) for number in range(3)
     )
 
-    def test_it_is_a_list_of_dicts(self) -> None:
+    def test_batch_output_is_a_list_of_dicts(self) -> None:
         assert isinstance(self.OUTS, list)
         assert self.OUTS[1]["text"] == "text 1"
         assert [out["text"] for out in self.OUTS] == ["text 0", "text 1", "text 2"]

@@ -1,4 +1,4 @@
-"""Constructor arguments: names, aliases, ranges, features that do not exist yet, arguments without meaning."""
+"""Constructor arguments: names, aliases, ranges, missing features, and arguments without effect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_documented_argument_works_and_no_other() -> None:
     assert not set(ALIASES) & set(ARGUMENTS)
 
 
-def test_without_arguments_everything_is_the_default() -> None:
+def test_without_arguments_all_fields_have_their_defaults() -> None:
     assert engine_config(None, {}) == EngineConfig()
     assert engine_config(None, dict.fromkeys(ARGUMENTS)) == EngineConfig()
 
@@ -187,7 +187,7 @@ def test_unknown_arguments_are_type_errors_with_a_suggestion() -> None:
         ("stream", "it is an argument of each call"),
     ],
 )
-def test_arguments_of_calls_are_refused_with_their_place(name: str, hint: str) -> None:
+def test_arguments_of_calls_are_refused_with_the_right_call(name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"unknown argument {name!r}; {hint}")):
         engine_config(None, {name: 1})
 
@@ -244,12 +244,12 @@ def test_the_model_may_be_set_only_once() -> None:
         ("override_generation_config", {"top_k": 5}, "default sampling parameters"),
     ],
 )
-def test_features_to_come_are_refused_and_not_ignored(name: str, value: object, feature: str) -> None:
+def test_missing_features_are_refused(name: str, value: object, feature: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=.*{feature}.*not available yet"):
         engine_config(None, {name: value})
 
 
-def test_features_to_come_may_be_turned_off() -> None:
+def test_missing_features_may_be_disabled() -> None:
     off = {"pp_size": 1, "lora_paths": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -273,7 +273,7 @@ def test_the_defaults_of_the_reference_engine_are_accepted() -> None:
         assert engine_config(None, tuning) == EngineConfig()
 
 
-def test_arguments_without_meaning_give_one_warning_that_names_them() -> None:
+def test_arguments_without_effect_cause_one_warning_with_their_names() -> None:
     with pytest.warns(UserWarning, match="no effect in aioengine: host, log_requests, port") as caught:
         assert engine_config(None, {"port": 30000, "host": "::", "log_requests": True}) == EngineConfig()
     assert len(caught) == 1
@@ -282,7 +282,7 @@ def test_arguments_without_meaning_give_one_warning_that_names_them() -> None:
 class TestTypes:
     """Type checkers, editors and ``help`` see the arguments of the table."""
 
-    def test_typed_names_are_the_arguments_that_work(self) -> None:
+    def test_typed_names_are_the_accepted_arguments(self) -> None:
         assert set(get_type_hints(EngineArguments)) == (set(ARGUMENTS) | set(ALIASES)) - {"model_path"}
         own = [name for name in get_type_hints(EngineArguments) if name not in ALIASES]
         assert own == [name for name in ARGUMENTS if name != "model_path"]
@@ -311,8 +311,8 @@ class TestTypes:
         assert all(argument.unset for argument in ARGUMENTS.values() if argument.default is None)
 
 
-def test_a_dtype_of_torch_is_known_by_its_text() -> None:
-    class dtype:  # as torch's own is called
+def test_dtype_may_be_a_dtype_of_torch() -> None:
+    class dtype:  # the name of the class in torch
         def __init__(self, word: str) -> None:
             self.word = word
 
@@ -341,7 +341,7 @@ def test_a_dtype_of_torch_is_known_by_its_text() -> None:
         ([], []),
     ],
 )
-def test_adapters_may_have_any_of_their_forms(given: object, adapters: list[tuple[str, str, str, bool]]) -> None:
+def test_lora_paths_may_have_several_forms(given: object, adapters: list[tuple[str, str, str, bool]]) -> None:
     found = engine_config(None, {"lora_paths": given}).lora.adapters
     assert [(each.name, each.path, each.alias, each.is_pinned) for each in found] == adapters
 
@@ -359,7 +359,7 @@ def test_adapters_may_have_any_of_their_forms(given: object, adapters: list[tupl
         (["a\0b"], ValueError, "null character"),
     ],
 )
-def test_wrong_adapters_are_named(given: object, error: type[Exception], words: str) -> None:
+def test_wrong_adapters_are_refused_by_name(given: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         engine_config(None, {"lora_paths": given})
 

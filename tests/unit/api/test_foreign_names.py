@@ -21,7 +21,7 @@ def say(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(OUR_WAY.keys() - {"text"}))  # aioengine.text is a package
-def test_names_of_other_engines_in_the_package_say_ours(name: str) -> None:
+def test_error_for_package_names_of_other_engines_has_our_name(name: str) -> None:
     with pytest.raises(AttributeError, match=say(name)):
         getattr(aioengine, name)
     assert not hasattr(aioengine, name)
@@ -37,7 +37,7 @@ def test_unknown_names_of_the_package_are_plain_errors() -> None:
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_methods_of_other_engines_say_ours(name: str) -> None:
+def test_error_for_methods_of_other_engines_has_our_name(name: str) -> None:
     with fake_engine() as engine:
         for each in (engine, fake_async_engine()):
             with pytest.raises(AttributeError, match=say(name)):
@@ -46,14 +46,14 @@ def test_methods_of_other_engines_say_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["open_session", "load_lora_adapter", "attach", "admit"])
-def test_removed_async_names_give_the_plain_name(name: str) -> None:
+def test_error_for_removed_async_names_has_the_plain_name(name: str) -> None:
     with fake_engine() as engine:
         for owner in (engine, fake_async_engine()):
             with pytest.raises(AttributeError, match=f"has no attribute 'async_{name}'; its name is {name}$"):
                 getattr(owner, f"async_{name}")
 
 
-def test_short_names_of_async_methods_say_ours() -> None:
+def test_error_for_short_names_of_async_methods_has_our_name() -> None:
     for name in ("generate", "chat"):
         with pytest.raises(AttributeError, match=rf"await engine\.async_{name}\("):
             getattr(fake_async_engine(), name)
@@ -62,7 +62,7 @@ def test_short_names_of_async_methods_say_ours() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OUR_WAY.keys() - ALIASES.keys()))
-def test_constructor_arguments_of_other_engines_say_ours(name: str) -> None:
+def test_error_for_constructor_arguments_of_other_engines_has_our_name(name: str) -> None:
     for make in (Engine, AsyncEngine):
         with pytest.raises(TypeError, match=say(name)):
             make(**{name: True})  # type: ignore[arg-type]
@@ -74,18 +74,18 @@ def test_names_that_the_constructor_knows_still_work() -> None:
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_call_options_of_other_engines_say_ours(name: str) -> None:
+def test_error_for_call_options_of_other_engines_has_our_name(name: str) -> None:
     with pytest.raises(TypeError, match=say(name)):
         generate_request("a", None, None, stream=False, options={name: 1})
 
 
-def test_constructor_arguments_given_to_a_call_are_named() -> None:
+def test_constructor_arguments_in_a_call_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="the constructor of the engine takes it"):
         generate_request("a", None, None, stream=False, options={"page_size": 1})
 
 
 @pytest.mark.parametrize("name", OUR_WAY)
-def test_sampling_parameters_of_other_engines_say_ours(name: str) -> None:
+def test_error_for_sampling_parameters_of_other_engines_has_our_name(name: str) -> None:
     for make in (lambda: SamplingParams(**{name: 1}), lambda: SamplingParams.parse({name: 1})):  # type: ignore[arg-type]
         with pytest.raises(UnknownParameterError, match=say(name)):
             make()

@@ -18,7 +18,7 @@ from tests.kit.waiting import until
 
 
 class Answers:
-    """Answers items when the test says so."""
+    """Answers items when the test calls it."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, asyncio.Future[None]] = {}
@@ -71,7 +71,7 @@ def test_each_row_comes_once_and_the_window_bounds_what_was_read(
                 while not reading.done():
                     assert answers.num_read <= len(rows) + window
                     assert len(answers.waiting) <= window
-                    if answers.waiting:  # end any item in flight
+                    if answers.waiting:  # end a random item in flight
                         index = sorted(answers.waiting)[choices[len(ended)] % len(answers.waiting)]
                         if not answers.waiting[index].done():
                             ended.append(index)
@@ -104,7 +104,7 @@ async def test_rows_do_not_wait_for_the_next_item() -> None:
 
 
 @pytest.mark.parametrize("way", ["aclose", "with", "cancel", "drop"])
-async def test_leaving_cancels_what_is_in_flight_and_what_is_read(way: str) -> None:
+async def test_leaving_cancels_items_in_flight_and_the_reading(way: str) -> None:
     answers, is_closed = Answers(), asyncio.Event()
 
     async def items() -> AsyncIterator[str]:

@@ -1,4 +1,4 @@
-"""The files of a job: each row is there exactly once, wherever the program was killed."""
+"""The files of a job contain each row exactly once, even if the program is killed at any time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMETERS: dict[str, object] = {"model": "a", "sampling_params": {"temperature"
 
 
 def add(journal: Journal, index: int, text: str = "") -> None:
-    """Write the row of an item, as a job does."""
+    """Write the row of an item like a job."""
     journal.record_item(index, b"item %d" % index)
     journal.append(index, {"index": index, "text": text or f"text {index}"})
 
@@ -136,7 +136,7 @@ def test_a_changed_file_is_refused_and_kept(path: Path, content: bytes, message:
     assert path.read_bytes() == content
 
 
-def test_the_rest_of_a_row_is_removed(path: Path) -> None:
+def test_incomplete_row_is_removed(path: Path) -> None:
     write(path, 0, 1)
     complete = path.read_bytes()
     for rest in (b'{"index": 2, "te', b'{"index": 2}', b"\0" * 40, b'{"index": 2, "text"\n'):
@@ -145,7 +145,7 @@ def test_the_rest_of_a_row_is_removed(path: Path) -> None:
         assert path.read_bytes() == complete
 
 
-def test_a_file_of_another_origin_is_refused(path: Path) -> None:
+def test_file_of_another_program_is_refused(path: Path) -> None:
     path.write_text('{"index": 0}\n')
     with pytest.raises(ValueError, match=r"exists, but not its journal .*rows\.jsonl\.journal"):
         Journal(path, PARAMETERS)
@@ -153,7 +153,7 @@ def test_a_file_of_another_origin_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b'{"model'])
-def test_a_job_that_was_killed_at_its_start_begins_again(path: Path, content: bytes) -> None:
+def test_job_killed_at_its_start_starts_again(path: Path, content: bytes) -> None:
     Path(f"{path}{SUFFIX}").write_bytes(content)
     write(path, 0)
     assert rows(path) == [0]

@@ -1,4 +1,4 @@
-"""The table of sampling parameters: one row is all that a new parameter needs on its way to the runner."""
+"""A new sampling parameter needs only a row in the table to reach the runner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 
 
 class MoreParams(SamplingParams, frozen=True, kw_only=True):
-    """Has one more parameter, which the runner receives."""
+    """Has another parameter, which the runner receives."""
 
     share: float | None = parameter(
         0.0, checks.number_from(0, 1), "0 to 1: a share. More words", wire="sampling.min_p", read=float
@@ -46,7 +46,7 @@ def test_a_parameter_needs_only_a_row_to_reach_the_runner(monkeypatch: pytest.Mo
     assert [sampling.min_p for sampling in received] == [0.25, 0.5, 0.0]
 
 
-def test_it_is_checked_encoded_and_documented_as_every_other() -> None:
+def test_new_parameter_is_checked_encoded_and_documented() -> None:
     with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got 2\.0"):
         MoreParams(share=2.0)
     with pytest.raises(ValueError, match="'share' is given twice, as 'part' and 'share'"):

@@ -1,4 +1,4 @@
-"""SamplingParams: every field's range, the messages, and the translation to the wire."""
+"""SamplingParams: ranges of the fields, errors, and conversion to messages."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def test_a_wrong_type_is_a_type_error_that_names_the_field(name: str, value: obj
         by_keyword({name: value})
 
 
-def test_every_field_has_a_wrong_type_here() -> None:
+def test_wrong_types_are_tested_for_every_field() -> None:
     assert WRONG_TYPES.keys() == PARAMETERS.keys() == SamplingParams.__struct_fields__ - ALIASES.keys()
 
 
-def test_the_message_tells_field_value_and_range() -> None:
+def test_error_names_field_value_and_range() -> None:
     with pytest.raises(ValueError, match=r"temperature must be a number from 0 to 2, got 3\.5"):
         SamplingParams(temperature=3.5)
     with pytest.raises(TypeError, match="n must be an integer from 1 to 1024, got 'two' of type str"):
@@ -173,7 +173,7 @@ def test_the_message_tells_field_value_and_range() -> None:
         ("n", 1024),
     ],
 )
-def test_the_ends_of_the_ranges_are_inside(name: str, value: object) -> None:
+def test_ends_of_the_ranges_are_accepted(name: str, value: object) -> None:
     assert getattr(SamplingParams.parse({name: value}), name) == value
 
 
@@ -209,7 +209,7 @@ def test_other_names_set_the_parameter_and_refuse_both_names(alias: str, name: s
             make({alias: value, name: value})
 
 
-def test_parse_takes_nothing_an_object_or_a_dict_and_nothing_else() -> None:
+def test_parse_accepts_none_an_object_or_a_dict() -> None:
     params = SamplingParams(temperature=0)
     assert SamplingParams.parse(params) is params
     assert SamplingParams.parse(None) == SamplingParams.parse({}) == SamplingParams()
@@ -290,7 +290,9 @@ def test_a_default_differs_from_the_same_number_in_a_request(name: str, value: o
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 0.5, "top_p": 1}, {"stop": ["a"], "logit_bias": {5: 1}}])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda params: pickle.loads(pickle.dumps(params))])
-def test_copies_look_the_same(given: dict[str, object], copied: Callable[[SamplingParams], SamplingParams]) -> None:
+def test_copies_have_the_same_repr(
+    given: dict[str, object], copied: Callable[[SamplingParams], SamplingParams]
+) -> None:
     params = by_keyword(given)
     found = copied(params)
     assert (found, repr(found), hash(found)) == (params, repr(params), hash(params))

@@ -1,4 +1,4 @@
-"""The slot between the engine's loop and a reader, without an engine."""
+"""The hand-over of chunks from the engine's loop to a reader, without an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Slot:
         self.rows = [add_row(self.call, position) for position in range(num_rows)]
 
     def put(self, row: CallRow, text: str, token_ids: list[int]) -> None:
-        """As a frame does it: put, then tell."""
+        """Deliver like a frame: put the chunk, then wake the reader."""
         if row.put(text, token_ids):
             self.call.wake()
 
@@ -48,7 +48,7 @@ def texts(count: int) -> list[str]:
 
 class TestMerging:
     @given(st.lists(st.tuples(st.text("aé🥖", max_size=3), st.lists(st.integers(0, 9), max_size=3), st.booleans())))
-    def test_nothing_is_lost_however_often_is_read(self, pushes: list[tuple[str, list[int], bool]]) -> None:
+    def test_no_text_is_lost_for_any_times_of_reading(self, pushes: list[tuple[str, list[int], bool]]) -> None:
         slot = Slot()
         [row] = slot.rows
         text, ids = "", list[int]()
@@ -67,7 +67,7 @@ class TestMerging:
         with pytest.raises(EndOfOutput):
             slot.reader.take()
 
-    def test_unread_texts_are_joined_now_and_then(self) -> None:
+    def test_unread_texts_are_joined_from_time_to_time(self) -> None:
         slot = Slot()
         num_characters = num_copied = 0
         for text in texts(50_000):
@@ -82,7 +82,7 @@ class TestMerging:
         assert chunk is not None
         assert chunk["text"] == "".join(texts(50_000))
 
-    def test_a_chunk_that_was_read_does_not_change(self) -> None:
+    def test_returned_chunk_does_not_change(self) -> None:
         slot = Slot()
         slot.rows[0].put("a", [1])
         chunk = slot.reader.take()
@@ -139,14 +139,14 @@ class TestErrors:
             with pytest.raises(EngineDeadError):
                 slot.reader.take()
 
-    def test_the_first_error_counts(self) -> None:
+    def test_first_error_is_kept(self) -> None:
         slot = Slot(is_stream=False)
         slot.end(slot.rows[0], FinishCode.FAILED)
         slot.call.fail(EngineDeadError("scheduler", pid=1, exit_code=1))
         with pytest.raises(RequestError):
             slot.reader.result()
 
-    def test_an_error_of_one_row_of_a_batch(self) -> None:
+    def test_error_of_one_row_ends_a_batch(self) -> None:
         slot = Slot(2, is_stream=False)
         slot.end(slot.rows[0], FinishCode.FAILED)
         with pytest.raises(RequestError):
@@ -168,7 +168,7 @@ class TestLeaving:
         slot.reader.abort()
         assert slot.requests.names == []
 
-    def test_before_the_end_abort_and_the_first_leaving_are_sent(self) -> None:
+    def test_abort_and_first_leaving_are_sent_before_the_end(self) -> None:
         slot = Slot()
         slot.reader.abort()
         slot.reader.leave()
@@ -196,9 +196,9 @@ async def wait_here(slot: Slot) -> asyncio.Future[Chunk | None]:
 
 
 class TestHandingOver:
-    """A reader on the engine's own loop gets its chunk with the call that wakes it."""
+    """A reader on the engine's own loop receives its chunk from the call that wakes it."""
 
-    async def test_a_waiting_task_gets_the_chunk_itself(self) -> None:
+    async def test_waiting_task_receives_the_chunk_directly(self) -> None:
         slot = Slot()
         waiter = await wait_here(slot)
         slot.put(slot.rows[0], "a", [1])
@@ -288,7 +288,7 @@ class TestRouter:
         assert (chunk["text"], chunk["meta_info"]["finish_reason"]) == ("ab", "length")
         assert slot.reader.wait_here(asyncio.get_running_loop()) is None
 
-    async def test_readers_are_woken_some_at_a_time_and_finally_all(self) -> None:
+    async def test_readers_are_woken_in_several_parts(self) -> None:
         slots = [Slot() for _ in range(2 * MAX_WOKEN + 1)]
         delivery = Delivery({}, slots[0].lock, print)
         delivery.rows = {uid: slot.rows[0] for uid, slot in enumerate(slots)}
@@ -298,7 +298,7 @@ class TestRouter:
         assert sum(waiter.done() for waiter in waiters) == 0
         delivery.wake()
         assert [waiter.done() for waiter in waiters] == [True] * MAX_WOKEN + [False] * (MAX_WOKEN + 1)
-        delivery.deliver(TextChunks(TokenColumns([0, count - 1], [2, 2]), ["b", "b"]))  # meanwhile, another step
+        delivery.deliver(TextChunks(TokenColumns([0, count - 1], [2, 2]), ["b", "b"]))  # another step arrives meanwhile
         for _ in range(3):
             await asyncio.sleep(0)
         assert all(waiter.done() for waiter in waiters)

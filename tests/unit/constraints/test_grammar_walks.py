@@ -1,4 +1,4 @@
-"""Random schemas, and random outputs of each: all that are complete are valid."""
+"""Random outputs of random schemas. All complete outputs are valid."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_every_complete_output_is_valid() -> None:
         try:
             grammar = grammar_of(json_schema=whole)
             demo_grammars().compile(grammar).result()
-        except ValueError:  # the compiler may see that no value is valid
+        except ValueError:  # the compiler may detect that no value is valid
             counts["refused"] += 1
             return
         for start in range(2):
@@ -142,7 +142,7 @@ def test_optional_properties_are_counted(limits: Schema) -> None:
 
 
 def spellings(name: str) -> set[str]:
-    """Of a string in JSON: with and without escapes."""
+    """Return spellings of a string in JSON, with and without escapes."""
     units = name.encode("utf-16-be").hex()
     codes = [units[place : place + 4] for place in range(0, len(units), 4)]
     return {
@@ -316,7 +316,7 @@ def test_white_space_between_tokens_is_bounded(params: Schema, longest: int | No
     ],
 )  # fmt: skip
 def test_costly_schemas_are_compiled_or_refused_in_time(schema: Schema) -> None:
-    """Within the limits of the library: each ends here, by a refusal, an error of its own, or tokens."""
+    """They are within the limits of the library. Each ends with a refusal, an error, or tokens."""
     try:
         grammar = grammar_of(json_schema=schema)
         constraint = demo_grammars().open(grammar, [], 0)
@@ -330,7 +330,7 @@ def test_costly_schemas_are_compiled_or_refused_in_time(schema: Schema) -> None:
     assert constraint.is_over or len(ids) == 40
 
 
-def test_tenants_take_turns_in_compiling() -> None:
+def test_grammars_of_tenants_are_compiled_in_turns() -> None:
     turns = Turns(1)
     is_free = Event()
     done: list[str] = []
@@ -348,8 +348,8 @@ def test_tenants_take_turns_in_compiling() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [500, 512])
-def test_a_grammar_of_a_model_without_an_end_of_text(vocab_size: int) -> None:
-    """The library's own end may need one more word of each mask."""
+def test_grammar_works_for_a_model_without_an_end_of_text(vocab_size: int) -> None:
+    """The library's end token may need another word in each mask."""
     grammars = Grammars(str(FOLDER), vocab_size)
     constraint = grammars.open(Grammar("regex", "[0-9]{2}", eos_token_ids=()), [], 0)
     for _ in range(2):

@@ -19,7 +19,7 @@ def made(schema: object) -> Schema:
 
 
 def closed(*names: str) -> Schema:
-    """The keywords of an object with these properties and no others."""
+    """Return the keywords of an object with only these properties."""
     return {"properties": {name: {"type": "integer"} for name in names}, "additionalProperties": False}
 
 

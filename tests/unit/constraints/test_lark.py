@@ -52,19 +52,19 @@ def test_characters_of_operators_are_allowed_elsewhere(text: str) -> None:
         ('start: T\nT: "a" & "b"', "of terminals is not supported"),
     ],
 )  # fmt: skip
-def test_a_grammar_that_takes_long_is_refused_before_it_is_compiled(text: str, why: str) -> None:
+def test_slow_grammar_is_refused_before_it_is_compiled(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         demo_grammars().compile(grammar_of(ebnf=text)).result(timeout=60)
 
 
 def rules_of_each_other(number: int) -> str:
-    """Each may be empty, and begins with another one."""
+    """Return rules that may be empty and start with another rule."""
     rules = [f"a{i}: a{(i + 1) % number} start | /[a-z]/ start | " for i in range(number)]
     return "\n".join([f"start: {' | '.join(f'a{i}' for i in range(number))}", *rules])
 
 
 def rules_of_all(number: int) -> str:
-    """Each is any of all."""
+    """Return rules that are alternatives of all rules."""
     names = " | ".join(f"a{i}" for i in range(number))
     return "\n".join(["start: a0", *(f'a{i}: {names} | "x"' for i in range(number))])
 
@@ -95,7 +95,7 @@ def test_text_with_too_many_parses_fails_with_the_limit(text: str) -> None:
     assert "more work than is allowed" in constraint.error
 
 
-def test_forced_text_of_too_many_parts_says_so() -> None:
+def test_forced_text_with_too_many_parts_is_refused() -> None:
     constraint = demo_grammars().open(grammar_of(ebnf='root ::= [a-z] x{3000}\nx ::= "b" "c"'), [], 0)
     while not constraint.error:
         constraint.advance(constraint.next_token if constraint.next_token >= 0 else allowed(constraint)[0])

@@ -137,7 +137,7 @@ def test_the_same_grammar_is_compiled_once() -> None:
 
 
 def check_all(request: CallRequest) -> None:
-    """Check the rows that the call has left for later, as a thread does."""
+    """Check the remaining rows of a call like a thread."""
     while not request.is_checked:
         request.check_more()
 

@@ -31,7 +31,7 @@ Format = dict[str, Any]
 
 
 def ends(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
-    """Return the possible ends of a format that starts at ``start``. behind: the next literals, if known."""
+    """Return the possible ends of a format that starts at ``start``. behind: the literals that may follow, if known."""
     kind = given["type"]
     if kind == "const_string":
         return literal([given["value"]], text, start)
@@ -100,7 +100,7 @@ def first_literals(given: Format) -> list[str]:
 
 
 def parts_of(tag: Format, begin: str | None = None) -> list[Format]:
-    """The parts of a tag as a sequence. begin: instead of its own."""
+    """Return the parts of a tag as a sequence. begin: replaces its own."""
     end = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
     last = {"type": "or", "elements": [{"type": "const_string", "value": each} for each in end]}
     return [{"type": "const_string", "value": tag["begin"] if begin is None else begin}, tag["content"], last]
@@ -294,7 +294,7 @@ def single_bytes() -> dict[int, int]:
 
 
 def can_be_completed(grammar: Grammar, ids: list[int], drawn: random.Random) -> bool:
-    """By pieces of the texts in formats, and where none fits by any token."""
+    """Return whether random pieces of format texts, or other tokens if none fits, complete the output."""
     pieces = [[single_bytes()[byte] for byte in piece.encode()] for piece in PIECES]
     begun = demo_grammars().open(grammar, [], 0).matcher
     assert begun.consume_tokens(ids)
@@ -335,7 +335,7 @@ def test_outputs_are_valid_and_valid_texts_are_accepted() -> None:
 
     check()
     assert counts["complete"] > 100, counts
-    # Missed where two parts begin alike, and the one that goes on for longer is taken for what was meant.
+    # A text is missed if two parts start alike, and the grammar takes the longer one.
     assert counts["accepted"] > 300 > 10 * counts["missed"], counts
     assert counts["refused"] < 100, counts
 
@@ -365,7 +365,7 @@ LINE = row({"type": "any_text"}, word("\n"))
         {"type": "or", "elements": [TEXT_TAG, LINE]},
     ],
 )
-def test_free_text_that_would_take_the_text_of_another_format_is_refused(given: Format) -> None:
+def test_free_text_that_can_match_another_format_is_refused(given: Format) -> None:
     with pytest.raises(UnsupportedSchemaError, match="has free text beside another format"):
         SamplingParams(structural_tag={"format": given})
 

@@ -11,7 +11,7 @@ from aioengine.frontend.controls import Controls
 from aioengine.protocol.messages import Control, Reply
 
 
-async def test_replicas_continue_after_a_pause_that_another_one_has_lost() -> None:
+async def test_replicas_continue_if_a_pause_is_lost_by_one_of_them() -> None:
     sent: list[Control] = []
     controls = Controls(sent.extend, lambda: None)
     paused = asyncio.create_task(controls.pause("in_place"))

@@ -35,7 +35,7 @@ NotebookStream = type("OutStream", (Stream,), {"__module__": "ipykernel.iostream
         (None, {None: False, True: False, False: False}),
     ],
 )
-def test_bars_are_drawn_on_terminals_or_where_asked_for(
+def test_bars_are_drawn_on_terminals_or_on_request(
     stream: Stream | None, expected: dict[bool | None, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
@@ -70,7 +70,7 @@ def test_a_start_of_one_step_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class NotebookCell:
-    """The outputs of a cell, as ``IPython.display.display`` makes and updates them."""
+    """The outputs of a cell that ``IPython.display.display`` creates and updates."""
 
     def __init__(self) -> None:
         self.outputs: list[str] = []

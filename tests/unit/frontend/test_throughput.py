@@ -1,4 +1,4 @@
-"""The line about the throughput: when it is logged, and which figures it has."""
+"""The log line about the throughput: its times and its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of all kinds become RGB; those that are broken or too large are refused."""
+"""Pictures of all modes are converted to RGB. Broken and too large pictures are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG of 8-bit RGB that may lie about its size."""
+    """Return a PNG of 8-bit RGB whose header may have a wrong size."""
     header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
@@ -119,7 +119,7 @@ def test_thin_lines_are_refused(size: tuple[int, int]) -> None:
 
 
 def many_parts(kind: str) -> bytes:
-    """A small picture with hundreds of thousands of bytes in tiny parts, or in one that Pillow reads byte by byte."""
+    """Return a small picture with 100,000s of bytes in tiny parts, or in one part that Pillow reads byte by byte."""
     file = saved(RGB, kind)
     if kind == "PPM":
         return file[:3] + b"#" + b"x" * 200_000 + b"\n" + file[3:]
@@ -137,7 +137,7 @@ def test_files_of_very_many_tiny_parts_are_refused(kind: str) -> None:
         read(many_parts(kind))
 
 
-def test_a_large_file_may_have_as_many_parts_as_its_length_explains() -> None:
+def test_number_of_parts_may_grow_with_the_length_of_the_file() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
     file = saved(Image.fromarray(noise), "PNG")
     assert len(file) > 1_000_000

@@ -1,4 +1,4 @@
-"""Where images come from, as messages show it and as they are read."""
+"""Sources of images: how messages show them, and how they are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
         assert read_source(image_source("image_data", given), MediaConfig()).data == b"picture"
 
 
-def test_text_is_read_where_the_working_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_work_in_a_removed_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

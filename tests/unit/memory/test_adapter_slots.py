@@ -29,7 +29,7 @@ def assigned(slots: AdapterSlots, copies: tuple[Key, ...]) -> tuple[list[tuple[i
 
 
 class Desk:
-    """Requests that ask for slots as a scheduler does: admitted where they may, else in line."""
+    """Requests slots like a scheduler. Requests are admitted or wait."""
 
     def __init__(self, num_slots: int, *, quantum: int = 1, tenants: dict[str, float] | None = None) -> None:
         self.tenants = {} if tenants is None else tenants
@@ -39,7 +39,7 @@ class Desk:
         self.running: dict[int, int] = {}
 
     def ask(self, uid: int, key: Key, tenant: str = "") -> bool:
-        """Whether the request runs now."""
+        """Request a slot. Return whether the request runs now."""
         self.needs[uid] = key, waiter(uid, tenant)
         self.queue.append(uid)
         self.admit()
@@ -104,7 +104,7 @@ def test_the_least_recently_used_slot_is_replaced() -> None:
     assert not desk.slots.has(B)
 
 
-def test_who_waits_longest_gets_the_next_slot() -> None:
+def test_longest_waiting_adapter_gets_the_next_slot() -> None:
     desk = Desk(1)
     desk.ask(0, A)
     desk.assign()
@@ -243,7 +243,7 @@ def test_a_released_request_that_waits_again_is_queued_once() -> None:
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
 @pytest.mark.parametrize("quantum", [1, 4])
 def test_all_requests_of_many_adapters_are_served(num_slots: int, quantum: int) -> None:
-    """Four run at a time; the requests that wait are overtaken by few that came later."""
+    """Four requests run at a time. Few later requests overtake a waiting one."""
     numbers = random.Random(num_slots)
     desk = Desk(num_slots, quantum=quantum)
     keys = [(str(number),) for number in range(12)]

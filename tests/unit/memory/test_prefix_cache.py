@@ -1,4 +1,4 @@
-"""The prefix cache compared with a naive model, and its promises."""
+"""Scenarios of the prefix cache, and a comparison with a naive model."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_requests_with_different_salts_share_nothing() -> None:
         assert match.path == []
         allocation = cache.allocate(prompt, match)
         assert cache.match(prompt, salt).pending is not None
-        cache.insert(allocation, [*prompt, 6], 6)  # the third page is complete only now
+        cache.insert(allocation, [*prompt, 6], 6)  # the third page is complete now
         cache.release(allocation)
         assert len(cache.match([*prompt, 6, 7], salt).path) == 3
     assert cache.num_cached == 9
@@ -274,7 +274,7 @@ def test_invalid_pages_with_valid_pages_below_them_stay() -> None:
 
 
 def test_removing_invalid_pages_keeps_the_equal_page_of_another_request() -> None:
-    """The second computed the same page as the first; the node in the tree is the first's."""
+    """Both requests computed the same page. The node in the tree belongs to the first."""
     cache = PrefixCache(num_pages=8, page_size=2)
     first, second = open_(cache, [1]), open_(cache, [1])
     cache.insert(first, [1, 2], 2)
@@ -315,7 +315,7 @@ def test_some_pages_are_free_after_a_launch() -> None:
 
 
 def test_several_long_prompts_are_cached_together() -> None:
-    """100,000 tokens on 6,250 pages, five times over."""
+    """100,000 tokens on 6,250 pages, five times."""
     cache = PrefixCache(num_pages=32_000, page_size=16)
     for number in range(5):
         prompt = [number, *range(99_999)]
@@ -330,7 +330,7 @@ def test_several_long_prompts_are_cached_together() -> None:
 
 @dataclass
 class Sharer:
-    """A request of the model: its tokens, how many are computed, and its pages."""
+    """A request of the model: its tokens, the number of computed tokens, and its pages."""
 
     token_ids: list[int]
     allocation: Allocation
@@ -351,13 +351,11 @@ class Known:
 
 @dataclass
 class Naive:
-    """The cache as a flat table of prefixes, searched from end to end for everything."""
+    """The cache as a flat table of prefixes that is searched linearly."""
 
     known: dict[Prefix, Known] = field(default_factory=dict[Prefix, Known])
     time: int = 0
-    pins: dict[int, list[Prefix]] = field(
-        default_factory=dict[int, list[Prefix]]
-    )  # the session that was used last is last
+    pins: dict[int, list[Prefix]] = field(default_factory=dict[int, list[Prefix]])  # least recently used session first
 
     def touch(self, session: int) -> None:
         if session in self.pins:
@@ -386,11 +384,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(num_pages=num_pages, page_size=page_size)
         self.page_size = page_size
         self.sharers: list[Sharer] = []
-        self.content: dict[int, Prefix] = {}  # by page: its salt, and all tokens up to its end
+        self.content: dict[int, Prefix] = {}  # page -> its salt, and all tokens up to its end
         self.naive = Naive()
 
     def expected(self, token_ids: list[int], salt: str) -> int:
-        """Pages of the longest known prefix, by looking at all of them."""
+        """Return the pages of the longest known prefix, by a search through all prefixes."""
         most = (len(token_ids) - 1) // self.page_size
         count = 0
         while count < most and (salt, *token_ids[: (count + 1) * self.page_size]) in self.naive.known:

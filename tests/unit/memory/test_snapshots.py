@@ -22,7 +22,7 @@ def make_cache(*, num_snapshots: int = 4, num_pages: int = 64, page_size: int = 
 
 @dataclass
 class Running:
-    """A request: its tokens, its pages, and how many tokens it has computed."""
+    """A request: its tokens, its pages, and the number of computed tokens."""
 
     token_ids: list[int]
     allocation: Allocation
@@ -30,7 +30,7 @@ class Running:
 
 
 class World:
-    """A cache, and by the id of a snapshot the tokens that its state has seen."""
+    """A cache, and the tokens in the state of each snapshot, by its id."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
@@ -40,7 +40,7 @@ class World:
         self.running: list[Running] = []
 
     def open(self, token_ids: list[int], salt: str = "") -> Running | None:
-        """None: it has to wait, or there are no pages."""
+        """Open a request. Return None if it has to wait, or if there are no pages."""
         match = self.cache.match(token_ids, salt)
         if match.pending is not None:
             assert match.missing_snapshot is not None
@@ -59,7 +59,7 @@ class World:
         return self.running[-1]
 
     def compute(self, request: Running, num_tokens: int) -> None:
-        """A row of up to ``num_tokens`` tokens."""
+        """Compute a row of up to ``num_tokens`` tokens."""
         allocation, start, length = request.allocation, request.num_computed, len(request.token_ids)
         assert allocation.snapshots is not None
         end = self.snapshots.end_of_row(allocation.snapshots, start, min(start + num_tokens, length), length)
@@ -78,7 +78,7 @@ class World:
         self.cache.release(request.allocation, is_invalid=is_invalid)
 
     def answer(self, token_ids: list[int], num_tokens: int = 1) -> int:
-        """Compute a request alone, in rows of so many tokens; returns how many were reused."""
+        """Compute a request alone, in rows of this many tokens. Return the number of reused tokens."""
         request = self.open(token_ids)
         assert request is not None
         num_cached = request.num_computed
@@ -89,7 +89,7 @@ class World:
 
 
 class Storm(RuleBasedStateMachine):
-    """Requests over two tokens, so that they share a lot."""
+    """Requests over two token ids, so that they share many prefixes."""
 
     @initialize(num_snapshots=st.integers(0, 6), num_pages=st.sampled_from([12, 40]), span=st.sampled_from([2, 4, 6]))
     def begin(self, num_snapshots: int, num_pages: int, span: int) -> None:
@@ -103,7 +103,7 @@ class Storm(RuleBasedStateMachine):
     @rule(place=st.integers(0, 99), num_tokens=st.integers(1, 20), token=st.integers(0, 1))
     def compute(self, place: int, num_tokens: int, token: int) -> None:
         request = self.world.running[place % len(self.world.running)]
-        if request.num_computed == len(request.token_ids):  # as a drawn token
+        if request.num_computed == len(request.token_ids):  # like a sampled token
             if (
                 request.num_computed == request.allocation.capacity
                 and self.world.cache.grow(request.allocation) is None
@@ -155,7 +155,7 @@ def test_the_snapshot_of_a_prompt_is_taken_before_its_last_token() -> None:
     assert [world.answer(list(range(12)), 12) for _ in range(2)] == [0, 8]
 
 
-def test_requests_wait_for_pages_that_took_the_place_of_evicted_ones() -> None:
+def test_requests_wait_for_pages_that_replaced_evicted_ones() -> None:
     world = World(make_cache(num_pages=8))
     world.answer([1, 1, 1, 1, 1, 1], 6)
     token_ids = [1, 1, 1, 1, *range(12)]

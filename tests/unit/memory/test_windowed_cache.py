@@ -1,4 +1,4 @@
-"""The windowed cache against invariants that must always hold."""
+"""Invariants of the windowed cache under random events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOWS = st.sampled_from([(1,), (4,), (None, 3), (None, 5, 2), (6, 6)])
 
 @dataclass
 class Running:
-    """A request: its tokens, how many of them are computed, and its pages."""
+    """A request: its tokens, the number of computed tokens, and its pages."""
 
     token_ids: list[int]
     num_computed: int
@@ -107,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         return [page for page, node in pages if node is None and page != RELEASED]
 
     def _check_seen(self, one: Running) -> None:
-        """The next token finds all pages in its window."""
+        """Check that all pages in the window of the next token are present."""
         size, num_groups = self.groups.page_size, self.groups.num_groups
         for group, window in enumerate(self.groups.windows):
             first = 0 if window is None else max(0, one.num_computed - window + 1)
@@ -121,14 +121,14 @@ class Machine(RuleBasedStateMachine):
 TestWindowedCache = Machine.TestCase
 
 
-def test_a_prefix_that_another_request_is_to_compute_is_pending() -> None:
+def test_prefix_is_pending_until_another_request_has_computed_it() -> None:
     cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20)
     token_ids = list(range(9))
     allocation = cache.allocate(token_ids, cache.match(token_ids))
     assert cache.match(token_ids).pending is allocation.path[-1]
 
 
-def test_nothing_is_cached_where_the_cache_is_switched_off() -> None:
+def test_disabled_cache_keeps_no_pages() -> None:
     cache = WindowedCache(PageGroups(windows=(None, 3), page_size=2), num_pages=20, enabled=False)
     token_ids = list(range(8))
     allocation = cache.allocate(token_ids, cache.match(token_ids))
@@ -139,7 +139,7 @@ def test_nothing_is_cached_where_the_cache_is_switched_off() -> None:
 
 
 class CountedDict(dict[object, object]):
-    """Counts how often it is looked into."""
+    """Counts its lookups."""
 
     num_looks = 0
 
@@ -148,7 +148,7 @@ class CountedDict(dict[object, object]):
         return super().__contains__(key)
 
 
-def test_a_long_prefix_without_its_windows_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefix_without_its_windows_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     num_pages, groups = 300, PageGroups(windows=(None, 40, 40), page_size=4)
     cache = WindowedCache(groups, num_pages=3 * num_pages)
     token_ids = list(range(4 * num_pages))
@@ -159,7 +159,7 @@ def test_a_long_prefix_without_its_windows_is_looked_through_once(monkeypatch: p
     path = allocation.path.copy()
     cache.release(allocation)
     assert len(cache.match([*token_ids, 1]).path) == num_pages
-    cache.evict(2 * num_pages + 10)  # pages of the windows, and the last of the others
+    cache.evict(2 * num_pages + 10)  # pages of the windows, and the last page of the others
     for node in path:
         node.children = CountedDict(node.children)  # type: ignore[assignment]
     monkeypatch.setattr(CountedDict, "num_looks", 0)

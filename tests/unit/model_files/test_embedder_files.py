@@ -33,7 +33,7 @@ def modules(*names: str) -> list[dict[str, object]]:
 
 
 def write(folder: Path, **files: object) -> Path:
-    """Files by their names, with __ for a slash and without ".json"."""
+    """Write JSON files. Names have __ for a slash and no ".json"."""
     for name, value in files.items():
         file = folder / f"{name.replace('__', '/')}.json"
         file.parent.mkdir(exist_ok=True)

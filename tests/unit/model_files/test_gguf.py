@@ -60,7 +60,7 @@ def shapes(num_tokens: int = 300) -> dict[str, tuple[int, ...]]:
 
 
 def write(path: Path, kind: str = "Q8_0", tokenizer: dict[str, object] | None = None, **changes: object) -> Path:
-    """A model whose keys are changed; None leaves one out."""
+    """Write a model with changed metadata. None removes a key."""
     tensors = {
         name: stored(torch.full(shape, 0.5), kind if len(shape) > 1 else "F32")[0] for name, shape in shapes().items()
     }
@@ -128,7 +128,7 @@ def test_llama_3_tokenizer_keeps_pieces_that_are_tokens(tmp_path: Path) -> None:
     words = byte_tokenizer([*MERGES, "x the"], ["<|end_of_text|>"], 300)
     merges = words["tokenizer.ggml.merges"]
     assert isinstance(merges, list)
-    words["tokenizer.ggml.merges"] = merges[:-1]  # nothing leads to "xthe"
+    words["tokenizer.ggml.merges"] = merges[:-1]  # no merges lead to "xthe"
     for pre, num_tokens in (("llama-bpe", 1), ("qwen2", 2)):
         path = write(tmp_path / "m.gguf", tokenizer={**words, "tokenizer.ggml.pre": pre})
         assert len(Tokenizer(path).encode("xthe")) == num_tokens

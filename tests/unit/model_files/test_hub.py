@@ -19,7 +19,7 @@ from tests.kit.hub_double import COMMIT, HubDouble
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-bars = import_module("huggingface_hub.utils.tqdm")  # its name is also that of a class
+bars = import_module("huggingface_hub.utils.tqdm")  # a class has the same name
 
 FILES = {f"model-{number}.safetensors": bytes([number]) * 1000 for number in range(12)}
 FILES |= {"config.json": b"{}", "tokenizer.json": b'{"a": 1}', "README.md": b"read me", "model.bin": b"0" * 9}

@@ -51,7 +51,7 @@ def test_facts_of_a_model_folder(tmp_path: Path) -> None:
 
 
 def test_facts_of_a_model_in_transformers_code(tmp_path: Path) -> None:
-    """The sizes have the names that its config.json gives them."""
+    """The names of the sizes are those of its config.json."""
     config = {"model_type": "gpt9", "architectures": ["GPT9ForCausalLM"], "vocab_size": 90, "n_embd": 48, "n_layer": 3}
     given: dict[str, Any] = {**dict.fromkeys(CONFIG), **config, "n_head": 6, "n_positions": 70}
     facts = read_facts(folder(tmp_path, {"model.safetensors": None}, **given))
@@ -266,7 +266,7 @@ def test_folders_are_located_or_refused_with_a_hint(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_files_that_cannot_be_looked_up_are_named(tmp_path: Path, name: str) -> None:
-    """As in a folder that may not be searched, which holds for all users here."""
+    """The lookup fails as in a folder without search permission. Here it fails for all users, also root."""
     (tmp_path / "other.safetensors").touch()
     path = folder(tmp_path, {"config.json": CONFIG, "tokenizer.json": None, "model.safetensors": None, name: None})
     (tmp_path / name).symlink_to("x" * 1000)

@@ -228,4 +228,4 @@ def test_config_is_split_from_its_quantization() -> None:
     assert quantization.method == "fp8"
     assert split_config(rest) == (rest, None)
     gpt_oss = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
-    assert split_config(gpt_oss) == (gpt_oss, None)  # its family reads it
+    assert split_config(gpt_oss) == (gpt_oss, None)  # the family reads the rest

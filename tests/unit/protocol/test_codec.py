@@ -178,7 +178,7 @@ def test_sizes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         (b"GET / HTTP/1.1\r\n", r"Expected `array`, got `int`.*47 45 54 20"),
     ],
 )
-def test_bytes_that_are_no_frame_raise_bad_frame_error(data: bytes, reason: str) -> None:
+def test_bytes_that_are_not_a_frame_raise_bad_frame_error(data: bytes, reason: str) -> None:
     with pytest.raises(BadFrameError, match=reason):
         FrameDecoder(EPOCH, time.monotonic).decode(data)
 
@@ -196,7 +196,7 @@ def assert_decoded_or_refused(decoder: FrameDecoder, frame: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+def test_random_bytes_are_decoded_or_refused(data: bytes) -> None:
     decoder = FrameDecoder(EPOCH, time.monotonic)
     assert_decoded_or_refused(decoder, data)
 

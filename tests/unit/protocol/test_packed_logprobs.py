@@ -28,7 +28,7 @@ from aioengine.protocol.packed_logprobs import (
 
 
 def position(rules: LogprobRules, token_id: int) -> bytes:
-    """A position with different values: minus the id of the token, then lower and lower values."""
+    """Return a position with different values: the negative id of the token, followed by lower values."""
     values = [-float(token_id + i) for i in range(rules.num_values)]
     return pack(f"<{rules.num_values}f{1 + rules.num_top}i", *values, *range(token_id, token_id + 1 + rules.num_top))
 
@@ -39,7 +39,7 @@ PROMPT = Extra(5, 0, PROMPT_LOGPROBS, position(RULES, 40) + position(RULES, 50))
 
 
 def lists_of(rules: LogprobRules, extras: Sequence[Extra], num_prompt: int, num_output: int = 0) -> dict[str, Any]:
-    """The lists of a request that gave these."""
+    """Return the lists of a request with these extras."""
     decoder = LogprobDecoder(rules, num_prompt)
     for extra in extras:
         decoder.decode(extra)
@@ -61,7 +61,7 @@ def test_each_position_has_its_entries_in_order() -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_chunks_have_the_logprobs_of_their_tokens(keeps: bool) -> None:
     decoder = LogprobDecoder(RULES, 3)
-    for extra in (*OUTPUTS, PROMPT):  # the second token is read before its text is there
+    for extra in (*OUTPUTS, PROMPT):  # the second token is read before its text has arrived
         decoder.decode(extra)
     first = cast("dict[str, Any]", decoder.lists(0, 1, keeps=keeps))
     second = decoder.lists(1, 2, keeps=keeps)
@@ -104,7 +104,7 @@ def test_a_prompt_comes_in_blocks_of_a_bounded_size(with_text: bool) -> None:
     assert lists["input_top_logprobs"][19][999] == (-1190.0, 1190, "1190" if with_text else None)
     rules = LogprobRules(0, 20_000)
     [wide] = block_extras(5, PROMPT_LOGPROBS, position(rules, 0), rules.position_bytes)
-    assert len(wide.data) > BLOCK_BYTES  # no block is less than a position
+    assert len(wide.data) > BLOCK_BYTES  # a block has at least one position
 
 
 def test_only_the_first_token_of_a_prompt_has_no_logprob() -> None:
@@ -116,7 +116,7 @@ def test_only_the_first_token_of_a_prompt_has_no_logprob() -> None:
     assert lists["input_token_ids_logprobs"] == [None, [(-52.0, 7, None)]]
 
 
-def test_the_position_behind_a_prompt_has_no_token() -> None:
+def test_position_after_a_prompt_has_no_token() -> None:
     lists = lists_of(RULES, [Extra(5, NO_TOKEN, NEXT_LOGPROBS, position(RULES, 0))], 1)
     assert (lists["output_token_logprobs"], lists["output_token_logprobs_length"]) == ([], 0)
     assert lists["output_top_logprobs"] == [[(-1.0, 1, None), (-2.0, 2, None)]]
@@ -132,7 +132,7 @@ def test_the_position_behind_a_prompt_has_no_token() -> None:
         LogprobRules(start=0, num_top=1, token_ids=(7, 3)),
     ],
 )
-def test_texts_stand_beside_their_ids(rules: LogprobRules) -> None:
+def test_entries_have_the_texts_of_their_ids(rules: LogprobRules) -> None:
     extras = [
         *(Extra(5, index, OUTPUT_LOGPROBS, position(rules, 10 * index)) for index in range(3)),
         Extra(5, 0, PROMPT_LOGPROBS, position(rules, 40) * (2 - rules.start)),
@@ -140,13 +140,13 @@ def test_texts_stand_beside_their_ids(rules: LogprobRules) -> None:
     plain = lists_of(rules, extras, 2, 3)
     wanting = LogprobRules(rules.start, rules.num_top, rules.token_ids, with_text=True)
     lists = lists_of(wanting, [with_texts(each, wanting, "<{}>".format) for each in extras], 2, 3)
-    assert lists == {name: shown(entries) for name, entries in plain.items()}
+    assert lists == {name: add_texts(entries) for name, entries in plain.items()}
 
 
-def shown(entries: object) -> object:
-    """The same entries with their texts."""
+def add_texts(entries: object) -> object:
+    """Return the entries with their texts."""
     if isinstance(entries, list):
-        return [shown(entry) for entry in entries]
+        return [add_texts(entry) for entry in entries]
     return (entries[0], entries[1], f"<{entries[1]}>") if isinstance(entries, tuple) else entries
 
 
@@ -155,7 +155,7 @@ TOP = "output_top_logprobs"
 
 
 def deep_lists() -> dict[str, Any]:
-    """The lists of a request with more entries per position than are unpacked at once."""
+    """Return the lists of a request with so many entries per position that they stay packed."""
     extras = [
         *(Extra(5, index, OUTPUT_LOGPROBS, position(DEEP, 100 * index)) for index in range(3)),
         *block_extras(
@@ -168,7 +168,7 @@ def deep_lists() -> dict[str, Any]:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The same as plain lists."""
+    """The same lists, unpacked."""
     with monkeypatch.context() as patch:
         patch.setattr(packed_logprobs, "MAX_PLAIN", 1000)
         lists = deep_lists()
@@ -176,7 +176,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return lists
 
 
-def test_a_list_that_shrinks_while_it_is_read_ends_the_reading(plain: dict[str, Any]) -> None:
+def test_iteration_ends_if_the_list_shrinks(plain: dict[str, Any]) -> None:
     entries = deep_lists()[TOP]
     read: list[Any] = []
     for position_entries in entries:
@@ -186,7 +186,7 @@ def test_a_list_that_shrinks_while_it_is_read_ends_the_reading(plain: dict[str, 
 
 
 def num_packed(lists: dict[str, Any]) -> int:
-    """The positions of output tokens whose entries were not unpacked."""
+    """Return the number of output positions whose entries were not unpacked."""
     return sum(type(list.__getitem__(lists[TOP], place)) is not list for place in range(3))
 
 
@@ -283,7 +283,7 @@ def test_a_step_with_large_extras_is_several_messages(max_bytes: int) -> None:
         assert sum(sizes) <= max_bytes or len(sizes) == 1
         is_open |= {each.first_token.uid for each in part.opened}
         assert {*part.tokens.uids, *own} & {*uids[:6]} <= is_open
-        assert not own & found.keys()  # its tokens come with the last
+        assert not own & found.keys()  # its tokens are in the last message
         for uid, new in zip(part.tokens.uids, part.tokens.rows(), strict=True):
             assert uid not in found
             found[uid] = [new] if isinstance(new, int) else list(new)

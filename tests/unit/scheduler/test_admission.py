@@ -31,7 +31,7 @@ def ask(cache: PrefixCache, request: Request, others: list[Request], *, left: in
 
 
 def picture(cache: PrefixCache) -> object:
-    """All state of a cache, in a form that can be compared."""
+    """Return the state of a cache for comparisons."""
 
     def of(node: Node) -> object:
         return node.key, node.page, node.num_locks, node.is_pending, [of(child) for child in node.children.values()]

@@ -26,7 +26,7 @@ MAX_DRAFTS = 7
 def measured(
     *, plain_s: float, draft_s: float, num_rows: int = 1, overhead_s: float = 0.0, noise: float = 0.0
 ) -> DraftCosts:
-    """Costs after 60 plain steps and 60 steps with 0 to 7 drafts for each row."""
+    """Return the costs after 60 plain steps and 60 steps with 0 to 7 drafts for each row."""
     costs, rng = DraftCosts(), random.Random(0)
     for step in range(60):
         num_drafts = num_rows * (step % 8)

@@ -22,7 +22,7 @@ def image(start: int, num_tokens: int, name: str = "a") -> Media:
 
 
 def submit(uid: int, parts: list[int | str], *, output: list[int] | None = None, max_new_tokens: int = 4) -> Submit:
-    """Numbers are text. A name is an image of 6 tokens."""
+    """Create a request. Numbers are text tokens, and a name is an image of 6 tokens."""
     token_ids: list[int] = []
     media: list[Media] = []
     for part in parts:

@@ -11,7 +11,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
 
 def proposed(token_ids: list[int], count: int, first: int = 0) -> list[int]:
-    """By definition: search the latest earlier occurrence of the last tokens, and copy what followed token by token."""
+    """Return the proposal by definition: the tokens after the latest earlier occurrence of the last tokens."""
     for size in SIZES:
         last = token_ids[-size:]
         for end in range(len(token_ids) - 1, first + size - 1, -1):

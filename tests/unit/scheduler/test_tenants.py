@@ -19,7 +19,7 @@ def request_of(uid: int, tenant: str, num_tokens: int) -> Request:
 
 
 def shares(tenants: Tenants, sizes: dict[str, list[int]], num_admitted: int) -> dict[str, int]:
-    """The tokens of each tenant after ``num_admitted`` admissions. The sizes of a tenant repeat."""
+    """Return the tokens of each tenant after ``num_admitted`` admissions. The sizes of a tenant repeat."""
     requests = [
         request_of(uid, tenant, line[uid % len(line)]) for tenant, line in sizes.items() for uid in range(num_admitted)
     ]

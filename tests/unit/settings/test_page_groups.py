@@ -53,7 +53,7 @@ def test_tokens_in_is_the_inverse_of_pages_in(groups: PageGroups, context_length
 
 @given(groups=GROUPS, length=st.integers(1, 120), chunk=st.integers(1, 9))
 def test_request_completes_with_the_pages_for_its_length(groups: PageGroups, length: int, chunk: int) -> None:
-    """It computes ``min_tokens`` or fewer at a time, and has what it may compute again."""
+    """It computes at most ``min_tokens`` per step, and keeps the pages of tokens that it may compute again."""
     chunk = min(chunk, groups.min_tokens)
     computed, room, firsts, most = 0, 0, [0] * groups.num_groups, 0
     while computed < length:

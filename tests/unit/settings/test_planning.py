@@ -1,4 +1,4 @@
-"""What an engine would take, from the config alone."""
+"""Plans of an engine that are computed from the config only."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_plan_of_a_large_model_on_another_machine(tmp_path: Path) -> None:
     assert max(map(len, rows.values())) < 100
     sizes = [float(size) for name in PARTS for size in re.findall(r"([\d.]+) GiB", rows[name])]
     assert len(sizes) == 5
-    assert sum(sizes) == pytest.approx(80, abs=0.25)  # each is rounded to 0.1 GiB
+    assert sum(sizes) == pytest.approx(80, abs=0.25)  # all sizes are rounded to 0.1 GiB
 
 
 def test_int8_pool_has_nearly_twice_the_tokens(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_plan_for_a_device_that_is_too_small(tmp_path: Path) -> None:
     cpu = aioengine.plan(tmp_path, device="cpu", dtype="float32", device_memory="64GiB", max_total_tokens=20000)
     assert (cpu.device, cpu.weights_bytes) == ("cpu", 4 * plan.num_parameters)
     assert (cpu.max_total_tokens, cpu.kv_bytes_per_token) == (20000, 2 * plan.kv_bytes_per_token)
-    assert cpu.max_requests == 0  # the pool that was asked for is smaller than one context
+    assert cpu.max_requests == 0  # the requested pool is smaller than one context
 
 
 def test_plan_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_plan_downloads_only_config_files(tmp_path: Path, monkeypatch: pytest.Mo
     plan = aioengine.plan("owner/name", device_memory="80GiB", tokenizer_path="other/words")
     assert asked == [("owner/name", True)]
     assert plan.num_parameters == 8_030_261_248
-    assert "refuse" not in plan.reason  # weights on the hub are not looked at
+    assert "refuse" not in plan.reason  # weights on the hub are not read
 
 
 def test_plan_downloads_headers_of_weights_for_transformers_code(

@@ -1,4 +1,4 @@
-"""Settings from config and facts: no None, no "auto", and nothing that does not go together."""
+"""Settings are resolved from config and facts: no None, no "auto", and no inconsistent values."""
 
 from __future__ import annotations
 

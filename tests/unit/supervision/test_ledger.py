@@ -1,4 +1,4 @@
-"""The ledger with a simple scheduler that loses its state when it dies, and a reader that must not notice."""
+"""The ledger with a simple scheduler that loses its state when it dies. The reader must not see a difference."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     ledger.record([submit_of(uid, limits=limit) for uid, limit in limits.items()], 0.0)
     ledger.receive(chunks_of(5, [1], begins=True))
     ledger.expire(9.0)
-    assert ends_of(ledger) == []  # the scheduler sees to what it has
+    assert ends_of(ledger) == []  # the scheduler expires the requests that it has
     ledger.crash({}, "", 0.0)
     ledger.expire(3.0)
     assert [(one.uid, one.code, one.matched) for one in ends_of(ledger)] == [
@@ -233,7 +233,7 @@ def test_control_calls_in_flight_at_a_crash_fail() -> None:
     ]
     world.tell(Control(4, "flush_cache"))
     world.sent = world.ledger.replay()
-    assert [type(message) for message in world.sent] == [Submit, Control]  # and it is not paused
+    assert [type(message) for message in world.sent] == [Submit, Control]  # the engine is not paused
     assert world.sent[-1] == Control(4, "flush_cache")
     world.crash()
     assert [lost.call_id for lost in lost_calls_of(world.ledger)] == [4]
@@ -320,7 +320,7 @@ def test_quarantined_requests_are_retried_one_by_one_before_requests_not_begun()
     assert world.uids() == [1, 2]
     world.tell(submit_of(5))
     world.hear(1, [8])
-    assert world.uids() == [1, 2]  # it had been further when it died
+    assert world.uids() == [1, 2]  # it had computed more tokens when it died
     world.hear(1, [8])
     assert world.uids() == [1, 2, 3]
     world.hear(2, [8])
@@ -504,7 +504,7 @@ def test_control_calls_are_not_handed_over() -> None:
     assert [(lost.call_id, lost.success) for lost in lost_calls_of(world.ledger)] == [(1, False), (2, True), (3, False)]
 
 
-# ---------------------------------------------------------------- in any order
+# ---------------------------------------------------------------- random events
 
 
 class NaiveWorld(RuleBasedStateMachine):
@@ -518,7 +518,7 @@ class NaiveWorld(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger()
         self.num_made = 0
-        self.running: dict[int, int] = {}  # uid -> ids that the scheduler has given or was given
+        self.running: dict[int, int] = {}  # uid -> ids that the scheduler has sent or received
         self.resumed: set[int] = set()
         self.given: dict[int, list[int]] = {}
         self.open: set[int] = set()

@@ -1,4 +1,4 @@
-"""The tokenizer of bytes, as the tokenizers library reads it."""
+"""The byte tokenizer, read by the tokenizers library."""
 
 from __future__ import annotations
 

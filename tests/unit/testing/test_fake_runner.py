@@ -1,4 +1,4 @@
-"""The fake runner itself: that it tells right plans from wrong ones, keeps time, and fails on demand."""
+"""The fake runner detects wrong plans, simulates step times, and fails on demand."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_chunks_and_page_sizes_do_not_change_the_output() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        Row(1, 3, 1, TOKENS),  # a position left out: slot 2 was never written
-        Row(1, 1, 1, TOKENS),  # a position computed twice
+        Row(1, 3, 1, TOKENS),  # a position is missing: slot 2 was never written
+        Row(1, 1, 1, TOKENS),  # a position is computed twice
     ],
 )
 def test_a_wrong_position_changes_the_output(row: Row) -> None:
@@ -99,7 +99,7 @@ def test_closing_a_request_frees_everything() -> None:
         runner.launch(StepPlan([Row(1, 2, 1, TOKENS)], [opened], [1, 77]))
 
 
-def test_seeds_matter_unless_greedy() -> None:
+def test_output_depends_on_the_seed_unless_it_is_greedy() -> None:
     def tokens(temperature: float) -> set[int]:
         return {first_token(runner_with(), [1, 2], [0], Sampling(seed, temperature)) for seed in range(20)}
 
@@ -107,7 +107,7 @@ def test_seeds_matter_unless_greedy() -> None:
     assert len(tokens(1.0)) > 10
 
 
-def test_the_alphabet_makes_text() -> None:
+def test_output_uses_only_the_alphabet() -> None:
     model = FakeModel(vocab_size=261, alphabet=PRINTABLE, eos_token_id=256, eos_probability=0.1)
     limits = Limits(max_new_tokens=400, stop_token_ids=(256,))
     outputs = [reference_output([seed], Sampling(seed), limits, model) for seed in range(50)]
@@ -156,7 +156,7 @@ def test_each_step_takes_step_time_s_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Clock:
-    """A clock that goes on only while somebody sleeps."""
+    """A clock whose time advances only in ``sleep``."""
 
     now = 0.0
 

@@ -46,7 +46,7 @@ class Sample:
 
 
 def sample(name: str, *, model: Any, decoder: Any, special: str, has_bytes: bool = False, **sections: Any) -> Sample:
-    """A tokenizer with three added tokens after its vocabulary. ``special`` is a special token of the vocabulary."""
+    """Return a tokenizer with three added tokens. ``special`` is a special token of its vocabulary."""
     vocab = model["vocab"]
     first = len(vocab)
     tokens = vocab if isinstance(vocab, dict) else [entry[0] for entry in vocab]
@@ -77,7 +77,7 @@ def sample(name: str, *, model: Any, decoder: Any, special: str, has_bytes: bool
 
 
 def byte_letters() -> list[str]:
-    """The byte-level alphabet as GPT-2 laid it down: printable bytes as they are, the rest from 256 on."""
+    """Return the byte-level alphabet of GPT-2: printable bytes are themselves, other bytes are 256 and up."""
     letters: list[str] = []
     num_others = 0
     for byte in range(256):
@@ -203,7 +203,7 @@ ALL_SAMPLES = [*TABLE_SAMPLES, wordpiece(cleanup=True), wordpiece(cleanup=False)
 
 
 def _unfinished_characters() -> set[bytes]:
-    """Every sequence of bytes that a further byte can bring nearer to a character."""
+    """Return all prefixes of the UTF-8 bytes of characters."""
     found: set[bytes] = set()
     for code in range(0x80, 0x110000, 0x40):
         if not 0xD800 <= code < 0xE000:
@@ -216,7 +216,7 @@ UNFINISHED = _unfinished_characters()
 
 
 def characters(data: bytes) -> list[tuple[str, int, int]]:
-    """The characters of ``data`` with their start and end in bytes: U+FFFD for each maximal invalid part."""
+    """Return the characters of ``data`` with their first and last byte. Each maximal invalid part is U+FFFD."""
     found: list[tuple[str, int, int]] = []
     start = 0
     while start < len(data):
@@ -234,7 +234,7 @@ def characters(data: bytes) -> list[tuple[str, int, int]]:
 
 
 def text_added(prompt: bytes, output: bytes) -> str:
-    """The text that ``output`` appends to ``prompt``, without U+FFFD for a character that the prompt began."""
+    """Return the text that ``output`` appends to ``prompt``, without U+FFFD for a character begun by the prompt."""
     whole = characters(prompt + output)
     return "".join(
         character

@@ -1,4 +1,4 @@
-"""Incremental decoding compared with decoding all ids at once, and with a byte-wise reference where that is wrong."""
+"""Incremental decoding, compared with decoding all ids at once, or with a byte-wise reference if that is wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_name(samples: list[Sample]) -> pytest.MarkDecorator:
 
 
 def pieces(ids: Sequence[int], cuts: Sequence[int]) -> Iterator[Sequence[int]]:
-    """``ids`` cut at ``cuts``; cuts that coincide give empty pieces."""
+    """Cut ``ids`` at ``cuts``. Equal cuts result in empty pieces."""
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     return (ids[start:end] for start, end in pairwise(edges))
 
@@ -78,7 +78,7 @@ def test_output_text_continues_the_prompt_at_every_split(sample: Sample, skip: b
 
 @by_name(TABLE_SAMPLES)
 @given(data=st.data())
-def test_any_ids_in_any_pieces_give_the_same_text(sample: Sample, data: st.DataObject) -> None:
+def test_text_does_not_depend_on_the_pieces(sample: Sample, data: st.DataObject) -> None:
     skip = data.draw(st.booleans())
     table = TABLES[sample.name, skip]
     ids = data.draw(st.lists(st.integers(0, sample.num_ids + 1), max_size=12))
@@ -99,10 +99,10 @@ HARD_BYTES += [0xBD, 0xBB, 0x82, 0x98, 0x8F]
 @given(
     prompt=st.lists(st.sampled_from(HARD_BYTES), max_size=6), output=st.lists(st.sampled_from(HARD_BYTES), max_size=8)
 )
-def test_bytes_against_the_reference(sample: Sample, prompt: list[int], output: list[int]) -> None:
+def test_random_bytes_match_the_reference(sample: Sample, prompt: list[int], output: list[int]) -> None:
     table = TABLES[sample.name, True]
     first_byte = 0 if sample.name == "byte-level" else sample.tokenizer.token_to_id("<0x00>")
-    anchor = sample.encode("a")  # so that nothing is stripped at the beginning
+    anchor = sample.encode("a")  # so that no space is stripped at the beginning
     prompt_ids = [*anchor, *(first_byte + byte for byte in prompt)]
     output_ids = [first_byte + byte for byte in output]
     before = bytes_of(table, prompt_ids)
@@ -114,7 +114,7 @@ def test_bytes_against_the_reference(sample: Sample, prompt: list[int], output: 
         certain = next(
             len(so_far) - size for size in (3, 2, 1, 0) if not size or (before + so_far)[-size:] in UNFINISHED
         )
-        if certain >= 0:  # all that is certain is out, and nothing else
+        if certain >= 0:  # exactly the certain text was returned
             assert text == text_added(before, so_far[:certain])
         else:
             assert text == ""
@@ -166,7 +166,7 @@ def test_unfinished_output_becomes_one_replacement_at_the_end() -> None:
     assert detokenizer.flush() == ""
     detokenizer = TableDetokenizer(table, [65])
     assert detokenizer.push([0xF0]) == ""
-    assert detokenizer.push([66]) == "\ufffdB"  # certain at once
+    assert detokenizer.push([66]) == "\ufffdB"  # it is certain at once
 
 
 def test_a_skipped_token_does_not_end_a_character() -> None:
@@ -183,7 +183,7 @@ def test_a_skipped_token_does_not_end_a_character() -> None:
 
 
 class CountingDecode:
-    """Decodes, and notes how much it was asked."""
+    """Decodes, and counts the decoded ids."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
@@ -240,7 +240,7 @@ def test_make_detokenizer_uses_a_table_if_there_is_one() -> None:
 
 
 def letters(ids: Sequence[int]) -> str:
-    """A letter for an id below 100; the others write nothing."""
+    """Decode ids below 100 to letters. Other ids have no text."""
     return "".join(chr(97 + token_id % 26) for token_id in ids if token_id < 100)
 
 

@@ -96,7 +96,7 @@ def test_without_stops_all_ids_belong_to_the_output() -> None:
     assert stages.flush() == ""
 
 
-def test_a_stop_may_be_completed_by_flush() -> None:
+def test_flush_may_complete_a_stop() -> None:
     stages = pipeline("x\ufffd")
     assert push(stages, [*b"ax", 0xC3]) == ("a", 3, None)
     assert stages.flush() == ""
@@ -104,7 +104,7 @@ def test_a_stop_may_be_completed_by_flush() -> None:
     assert push(stages, [65]) == ("", 0, "x\ufffd")
 
 
-def test_a_stop_within_one_token() -> None:
+def test_stop_may_end_within_a_token() -> None:
     the = next(token_id for token_id in range(256, 300) if BYTES[token_id] == " the")
     stages = pipeline("h")
     assert push(stages, [the, 65]) == (" t", 1, "h")

@@ -21,7 +21,7 @@ stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the stop that is complete first ends, and which it is; of several the longest."""
+    """Return the end of the first complete stop, and the stop. If several end there, take the longest."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if found:
@@ -30,7 +30,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 def held_back(text: str, stops: list[str]) -> int:
-    """The length of the longest end of ``text`` that begins a stop string."""
+    """Return the length of the longest end of ``text`` that is the beginning of a stop string."""
     beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
     return max((size for size in range(1, len(text) + 1) if text[-size:] in beginnings), default=0)
 
@@ -70,12 +70,12 @@ def test_stop_strings_match_as_in_a_plain_search(text: str, stops: list[str], cu
         (["abc", "b"], ["abc"], ["a"], "b"),  # complete first
         (["bc", "abc", "c"], ["xabc"], ["x"], "abc"),  # they end together: the longer stop
         (["\n\n"], ["a\n", "b\n", "\n"], ["a", "\nb", ""], "\n\n"),
-        (["abcd", "bce"], ["abc", "e"], ["", "a"], "bce"),  # falls back to the other stop
+        (["abcd", "bce"], ["abc", "e"], ["", "a"], "bce"),  # the other stop continues
         (["]^-\\[&&||"], ["x]^-", "\\[&&||"], ["x", ""], "]^-\\[&&||"),
         (["", "x"], ["axb"], ["a"], "x"),
     ],
 )
-def test_stop_strings_in_example_texts(
+def test_stop_strings_match_in_example_texts(
     stops: list[str], pieces: list[str], texts: list[str], matched: str | None
 ) -> None:
     matcher = StopMatcher(stops)
@@ -109,11 +109,11 @@ def test_long_stop_strings_take_no_memory_and_no_time_to_prepare() -> None:
         tracemalloc.stop()
     assert len(matchers) == 30
     assert num_bytes < 1_000_000
-    assert used_s < 2  # each alone would take as much to prepare as an automaton
+    assert used_s < 2  # an automaton for one of them would already take as much
 
 
 @given(text=st.text(alphabet="ab", max_size=60), stops=st.lists(st.text(alphabet="ab", min_size=8, max_size=12)))
-def test_stop_strings_that_repeat_themselves(text: str, stops: list[str]) -> None:
+def test_stop_strings_with_repetitions_match(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     out = "".join(matcher.push(char) for char in text)
     stop = first_stop(text, stops)
@@ -123,8 +123,8 @@ def test_stop_strings_that_repeat_themselves(text: str, stops: list[str]) -> Non
         assert (out, matcher.matched) == (text[: stop[0] - len(stop[1])], stop[1])
 
 
-def test_a_long_stop_string_that_fails_at_its_last_character() -> None:
-    """Its other beginnings are looked at once each, not again with each piece."""
+def test_long_stop_string_that_fails_at_its_last_character_takes_linear_time() -> None:
+    """Its other possible starts are checked once, not again for each piece."""
     matcher = StopMatcher(["a" * 4000 + "b" + "a" * 90, "a" * 4090 + "b"])
     started = time.thread_time()
     out = "".join(matcher.push("aaaa") for _ in range(3000)) + matcher.push("c")
@@ -159,7 +159,7 @@ def run(matcher: StopMatcher, pieces: list[str]) -> tuple[list[str], str | None,
         (["^b"], ["a", "b"], ["a", "b"], None, ""),
     ],
 )
-def test_patterns_in_example_texts(
+def test_patterns_match_in_example_texts(
     patterns: list[str], pieces: list[str], texts: list[str], matched: str | None, rest: str
 ) -> None:
     assert run(StopMatcher([], patterns), pieces) == (texts, matched, rest)
@@ -169,7 +169,7 @@ def test_no_stop_trim_keeps_the_match_of_a_pattern() -> None:
     assert run(StopMatcher([], ["[0-9]+"], no_stop_trim=True), ["a", "b12c"]) == (["a", "b12"], "[0-9]+", "")
 
 
-def test_strings_and_patterns_together() -> None:
+def test_strings_and_patterns_can_be_combined() -> None:
     assert run(StopMatcher(["xyz"], ["x[0-9]"]), ["ax", "1"]) == (["a", ""], "x[0-9]", "")
     assert run(StopMatcher(["xyz"], ["x[0-9]"]), ["ax", "yz"]) == (["a", ""], "xyz", "")
     assert run(StopMatcher(["b"], ["abc"]), ["abc"]) == (["a"], "b", "")  # complete first
@@ -211,9 +211,11 @@ def test_all_patterns_of_a_request_share_the_time_of_a_piece() -> None:
     assert time.thread_time() - started < len(patterns) / 2 * PUSH_BUDGET_S
 
 
-def test_slow_pieces_that_are_each_within_the_time_end_the_request_together() -> None:
+def test_total_time_of_slow_pieces_is_limited() -> None:
     now = itertools.count()
-    matcher = StopMatcher([], ["[a-z]+!"], clock=lambda: next(now) * PUSH_BUDGET_S / 4)  # read twice for a piece
+    matcher = StopMatcher(
+        [], ["[a-z]+!"], clock=lambda: next(now) * PUSH_BUDGET_S / 4
+    )  # the clock is read twice per piece
     message = r"longer than 0\.1\d\d s for \d+ tokens, with '\[a-z\]\+!'"
     with pytest.raises(RequestError, match=message):
         deque((matcher.push("a") for _ in range(1000)), maxlen=0)

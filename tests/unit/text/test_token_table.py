@@ -12,7 +12,7 @@ from tests.unit.text.sample_tokenizers import ALL_SAMPLES, LETTERS, TABLE_SAMPLE
 
 @pytest.mark.parametrize("sample", TABLE_SAMPLES, ids=lambda sample: sample.name)
 @pytest.mark.parametrize("skip", [True, False])
-def test_the_text_of_every_token_after_another_one(sample: Sample, skip: bool) -> None:
+def test_text_of_every_token_after_another_one(sample: Sample, skip: bool) -> None:
     table = read_token_table(sample.file, skip_special_tokens=skip)
     assert table is not None
     anchor = sample.encode("a")
@@ -88,7 +88,7 @@ UNCOVERED: list[Any] = [
 
 
 @pytest.mark.parametrize("decoder", UNCOVERED, ids=str)
-def test_decoders_that_look_at_other_tokens_have_no_rule(decoder: Any) -> None:
+def test_decoders_that_read_several_tokens_have_no_rule(decoder: Any) -> None:
     assert read_decoder(decoder) is None
     assert read_token_table({**TABLE_SAMPLES[0].file, "decoder": decoder}) is None
 

@@ -1,4 +1,4 @@
-"""Tokenizers read from model folders: ids, special tokens, chats, and what is refused."""
+"""Tokenizers of model folders: ids, special tokens, chats, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOS, EOS = 1, 2
 
 
 def write_folder(folder: Path, sample: Sample, config: dict[str, Any] | None = None, **files: Any) -> Path:
-    """A model folder; ``files`` are JSON by file name, with ``__`` for the dot, and None leaves one out."""
+    """Write a model folder. ``files``: name, with ``__`` for the dot -> JSON content. None removes a file."""
     contents = {"tokenizer__json": sample.file, "tokenizer_config__json": config, **files}
     for name, content in contents.items():
         if content is not None:
@@ -111,7 +111,7 @@ def test_special_tokens_are_added_as_tokenizer_json_says(llama: Sample, tmp_path
         assert tokenizer.encode("the") == [BOS, *llama.encode("the")]
 
 
-def test_end_of_text_ids_of_all_files(llama: Sample, tmp_path: Path) -> None:
+def test_end_of_text_ids_are_read_from_all_files(llama: Sample, tmp_path: Path) -> None:
     generation, model = {"eos_token_id": [7, 8]}, {"eos_token_id": 8}
     tokenizer = Tokenizer(write_folder(tmp_path, llama, CONFIG, generation_config__json=generation, config__json=model))
     assert tokenizer.eos_token_ids == (7, 8, EOS)
@@ -250,14 +250,14 @@ def test_templates_can_be_chosen_by_name_file_or_text(llama: Sample, tmp_path: P
         chatty(tmp_path, llama, several).apply_chat_template([])
 
 
-def test_a_template_in_a_file(llama: Sample, tmp_path: Path) -> None:
+def test_template_may_be_a_file(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }}é", encoding="utf-8")
     assert tokenizer.apply_chat_template(MESSAGES, chat_template=file) == "Hi <b>é"
     file.write_bytes(b"\xff{{ 1 }}")
     for wrong in (file, tmp_path / "missing.jinja", tmp_path):
-        shown = str(wrong)[:40]  # of long paths only the beginning
+        shown = str(wrong)[:40]  # long paths are cut
         with pytest.raises(ValueError, match=f"chat_template(=|: )'{shown}.* (cannot be read|is a folder, not a file)"):
             tokenizer.apply_chat_template(MESSAGES, chat_template=wrong)
     with pytest.raises(ValueError, match=r"neither the text of a template .*\(default\); a file is given as a pathlib"):
@@ -324,7 +324,7 @@ def test_model_continues_the_last_message(llama: Sample, tmp_path: Path) -> None
         tokenizer.apply_chat_template(MESSAGES, continue_final_message=True, chat_template="{# nothing #}")
 
 
-def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:
+def test_invalid_chats_are_refused(llama: Sample, tmp_path: Path) -> None:
     tokenizer = chatty(tmp_path, llama)
     with pytest.raises(ValueError, match="the chat template refused the messages: no system message"):
         tokenizer.apply_chat_template([{"role": "system", "content": ""}])
@@ -347,7 +347,7 @@ def test_chats_that_are_refused(llama: Sample, tmp_path: Path) -> None:
         tokenizer.apply_chat_template(MESSAGES, tools=wrong)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("text", ["ab\ud800c", "ab\udfff"])
@@ -357,7 +357,7 @@ def test_texts_with_half_of_a_surrogate_pair_are_refused(text: str, llama: Sampl
         tokenizer.encode(text)
 
 
-def test_values_that_are_no_text_are_refused(llama: Sample, tmp_path: Path) -> None:
+def test_values_that_are_not_text_are_refused(llama: Sample, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_folder(tmp_path, llama))
     wrong: Any = [b"bytes"]
     with pytest.raises(TypeError, match="a text must be a string, got b'bytes'"):
@@ -374,7 +374,7 @@ def test_a_folder_without_tokenizer_is_refused(llama: Sample, tmp_path: Path) ->
         Tokenizer(tmp_path / "nothing")
 
 
-def test_files_that_cannot_be_read_are_named(llama: Sample, tmp_path: Path) -> None:
+def test_unreadable_files_are_refused_by_name(llama: Sample, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read by this version of tokenizers: "):
         Tokenizer(write_folder(tmp_path, llama, tokenizer__json='{"model": {}}'))
     with pytest.raises(ValueError, match=r"tokenizer\.json' cannot be read: Object missing required field `model`"):
@@ -392,7 +392,7 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_text_that_a_tokenizer_has_no_tokens_for_is_an_error(tmp_path: Path) -> None:
+def test_text_without_tokens_is_refused(tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "other"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
     tokenizer = Tokenizer(tmp_path)

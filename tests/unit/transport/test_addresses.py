@@ -64,7 +64,7 @@ def test_start_removes_the_images_of_dead_engines(
     for directory in (*living, *dead):
         (Path(directory.path) / "image0.media").write_bytes(b"pixels")
     for directory in dead:
-        os.close(directory._lock)  # as the system does when its process ends
+        os.close(directory._lock)  # the system does this when the process ends
     PrivateDirectory().remove()
     assert [[str(found) for found in place.iterdir()] for place in (shared, temporary)] == [
         [directory.path] for directory in living
@@ -81,7 +81,7 @@ def test_files_of_other_programs_are_kept(base: Path) -> None:
     (base / "aioengine-open").mkdir(mode=0o755)
     (base / "aioengine-link").symlink_to(base / "aioengine-open")
     (base / "other").mkdir(mode=0o700)
-    (base / "aioengine-work").mkdir(mode=0o700)  # a user's own name for a folder of theirs
+    (base / "aioengine-work").mkdir(mode=0o700)  # a folder of a user
     kept = base / "aioengine-0123456789ab"
     kept.mkdir(mode=0o700)
     (kept / "answers.jsonl").write_text("x")

@@ -1,4 +1,4 @@
-"""Open calls: when an id is taken and when it is free."""
+"""Ids of open calls: when they are in use and when they are free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_id_is_free_as_soon_as_its_call_is_over(ids: CallIds) -> None:
     assert ids.find("x") is None
 
 
-def test_an_id_keeps_its_meaning_beside_a_batch_with_an_equal_id_of_a_row(ids: CallIds) -> None:
+def test_id_stays_that_of_its_call_if_a_row_of_a_batch_has_the_same_id(ids: CallIds) -> None:
     first = open_call(ids, "c", rid="x_1")
     second = open_call(ids, ["a", "b"], rid="x")
     for owner in (first, second):
@@ -45,8 +45,10 @@ def test_an_id_keeps_its_meaning_beside_a_batch_with_an_equal_id_of_a_row(ids: C
         ids.free(owner)
 
 
-def test_opening_a_call_looks_up_few_ids_however_many_are_open(ids: CallIds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a call must not grow with the number of others."""
+def test_lookups_to_open_a_call_do_not_depend_on_the_number_of_open_calls(
+    ids: CallIds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a call must not depend on the number of other calls."""
     num_looked_up = 0
     plain = CallIds.find
 
@@ -66,7 +68,7 @@ def test_opening_a_call_looks_up_few_ids_however_many_are_open(ids: CallIds, mon
     assert ids._owners == {}  # pyright: ignore[reportPrivateUsage]
 
 
-def test_an_id_that_can_be_attached_to_stays_taken(ids: CallIds) -> None:
+def test_id_of_an_attachable_call_stays_in_use(ids: CallIds) -> None:
     first = open_call(ids, "a", rid="x", resume_ttl=1)
     first.leave()
     with pytest.raises(ValueError, match="'x' is in use"):
@@ -94,7 +96,7 @@ def test_an_id_with_numbers_at_its_end_finds_the_rows_of_a_batch(ids: CallIds) -
 
 
 def _word_of_state(output: int) -> int:
-    """What a Mersenne Twister, the generator of ``random``, had in its state for one of its outputs."""
+    """Return the word in the state of a Mersenne Twister (the generator of ``random``) for one of its outputs."""
     word = output ^ output >> 18
     word ^= word << 15 & 0xEFC60000
     found = word
@@ -107,7 +109,7 @@ def _word_of_state(output: int) -> int:
 
 
 def test_random_ids_cannot_be_predicted_from_earlier_ones(ids: CallIds) -> None:
-    """It could end the request of another, or read it where that can be attached to."""
+    """With such an id, a client could abort or read requests of other clients."""
     drawn = [int(open_call(ids, "a").rid, 16) for _ in range(624 // 4)]
     state = [_word_of_state(number >> shift & 0xFFFFFFFF) for number in drawn for shift in (0, 32, 64, 96)]
     guess = random.Random()

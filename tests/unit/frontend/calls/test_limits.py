@@ -1,4 +1,4 @@
-"""How much may wait, and the queue: nobody is let in too many, nobody is forgotten, whatever happens in any order."""
+"""The queue limits hold, and every queued caller is served, in any order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNNING, QUEUED = 1, 2
 
 
 class World:
-    """QueueLimits, the open calls, and the order in which places were given."""
+    """QueueLimits, open calls, and the order in which callers got capacity."""
 
     def __init__(self, **bounds: int) -> None:
         self.limits = QueueLimits(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
@@ -41,7 +41,7 @@ class World:
     def has_capacity(self, place: QueuedCaller) -> bool:
         return self.limits._reserved.get(place.caller) is place
 
-    def opens(self, caller: int = -1, *, num_bytes: int = 0) -> bool:
+    def open_call(self, caller: int = -1, *, num_bytes: int = 0) -> bool:
         """Open a call, unless it is refused."""
         call = Call(0.0)
         try:
@@ -59,7 +59,7 @@ class World:
 
     def fill(self) -> None:
         """Open as many calls as fit."""
-        while self.opens():
+        while self.open_call():
             pass
 
 
@@ -72,7 +72,7 @@ def test_capacity_is_reserved_in_order_and_used_only_by_its_callers() -> None:
     assert world.woken == []
     world.close()
     assert world.woken == [1]
-    assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
+    assert [world.open_call(caller) for caller in (2, 1, 1)] == [False, True, False]
 
 
 def test_next_waiter_gets_capacity_that_is_not_used_in_time() -> None:
@@ -84,8 +84,8 @@ def test_next_waiter_gets_capacity_that_is_not_used_in_time() -> None:
     world.now += RESERVED_S
     world.limits.serve(world.now)
     assert world.woken == [0, 1, 2, 3]
-    # Two of the three places are free again.
-    assert [world.opens(caller) for caller in (0, 0, 0, 3)] == [True, True, False, True]
+    # two of the three places are free again
+    assert [world.open_call(caller) for caller in (0, 0, 0, 3)] == [True, True, False, True]
     assert world.limits.due_at is None
 
 
@@ -100,7 +100,7 @@ def test_waiter_that_cannot_be_woken_gets_no_capacity() -> None:
     assert len(world.limits._queue) == 0
     for place in places:
         world.limits.remove(place, world.now)
-    assert world.opens(4)
+    assert world.open_call(4)
 
 
 def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
@@ -110,7 +110,7 @@ def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
     world.limits.refuse(error)
     assert (world.has_capacity(place), place.error, world.woken, len(world.limits._queue)) == (False, error, [1], 0)
     with pytest.raises(EngineClosedError):
-        world.opens(1)
+        world.open_call(1)
     with pytest.raises(EngineClosedError):
         world.enter(1)
 
@@ -120,18 +120,18 @@ def test_a_closed_engine_wakes_all_waiters_with_the_error() -> None:
 )
 def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], words: str) -> None:
     world = World(**bounds)
-    assert world.opens(0, num_bytes=7)
+    assert world.open_call(0, num_bytes=7)
     world.limits.add_row(world.opened[0], 0, 150)
     with pytest.raises(EngineOverloadedError, match=words):
         world.limits.reserve(Call(0.0))
     world.close()
-    assert world.opens()
+    assert world.open_call()
 
 
 @pytest.mark.parametrize("ends_by_row", [True, False])
 def test_the_tokens_of_a_prompt_count_once_for_all_its_rows(ends_by_row: bool) -> None:
     world = World()
-    assert world.opens()
+    assert world.open_call()
     [call] = world.opened
     for prompt, num_tokens in ((0, 20), (0, 20), (1, 3)):
         world.limits.add_row(call, prompt, num_tokens)
@@ -142,14 +142,14 @@ def test_the_tokens_of_a_prompt_count_once_for_all_its_rows(ends_by_row: bool) -
         world.limits.end_row(call, 0, 20, world.now)
         assert world.limits.num_tokens == 3
     world.close()
-    world.limits.release(call, world.now)  # harmless twice
+    world.limits.release(call, world.now)  # a second release has no effect
     assert (world.limits.num_tokens, world.limits.num_calls) == (0, 0)
 
 
 def test_rows_of_a_released_call_are_not_counted() -> None:
-    """Its opening was interrupted, while the engine's thread was already starting its rows."""
+    """The opening of the call was interrupted while the engine's thread was already starting its rows."""
     world = World()
-    assert world.opens()
+    assert world.open_call()
     [call] = world.opened
     world.limits.add_row(call, 0, 20)
     world.close()
@@ -161,7 +161,7 @@ def test_rows_of_a_released_call_are_not_counted() -> None:
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_waiter_can_leave_while_another_is_woken(is_refused: bool) -> None:
-    """Their tasks are collected as garbage just then."""
+    """Garbage collection removes their tasks at that moment."""
     world = World()
     world.fill()
     places = [world.enter(caller) for caller in (1, 2)]
@@ -179,16 +179,16 @@ def test_waiter_can_leave_while_another_is_woken(is_refused: bool) -> None:
     assert [world.has_capacity(place) for place in places] == [False, not is_refused]
 
 
-def test_a_caller_that_waits_twice_has_one_place() -> None:
+def test_caller_that_waits_twice_gets_one_place() -> None:
     world = World()
     for caller in (1, 2, 1):
         world.enter(caller)
         world.now += RESERVED_S / 4
-    world.now += RESERVED_S / 2  # the places of 2, and the first one of 1, are over
+    world.now += RESERVED_S / 2  # the places of caller 2, and the first place of caller 1, are used up
     world.limits.serve(world.now)
     assert world.limits.due_at == world.now - RESERVED_S / 4 - RESERVED_S / 2 + RESERVED_S
     world.fill()
-    assert [world.opens(caller) for caller in (2, 1, 1)] == [False, True, False]
+    assert [world.open_call(caller) for caller in (2, 1, 1)] == [False, True, False]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
@@ -200,7 +200,7 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
             places[caller] = world.enter(caller)
         elif act == "leave" and caller in places:
             world.limits.remove(places.pop(caller), world.now)
-        elif act == "open" and world.opens(caller, num_bytes=1):
+        elif act == "open" and world.open_call(caller, num_bytes=1):
             places.pop(caller, None)
         elif act == "close" and world.opened:
             world.close()
@@ -216,4 +216,4 @@ def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]
         world.now += RESERVED_S
         world.limits.serve(world.now)
     assert len(world.limits._queue) == 0
-    assert world.opens()
+    assert world.open_call()

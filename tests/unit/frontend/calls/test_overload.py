@@ -1,4 +1,4 @@
-"""Waiting until a call fits: a place that was not used goes to the next, also where the loop's timers are early."""
+"""Waiting for capacity: an unused place is given to the next caller, also if the loop's timers are early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EARLY_S = 0.01
 
 
 class HastyLoop(asyncio.SelectorEventLoop):
-    """Its timers are early, as are those of loops that count whole milliseconds."""
+    """Its timers are early, like those of loops that count in milliseconds."""
 
     num_timers = 0
 
@@ -54,7 +54,7 @@ def test_next_tasks_get_capacity_that_is_not_used_in_time(monkeypatch: pytest.Mo
         limits.reserve(Call(0.0))
         before = loop.num_timers
         await asyncio.sleep(0.001)
-        assert loop.num_timers - before <= 1  # the sleep's own
+        assert loop.num_timers - before <= 1  # the timer of the sleep
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
@@ -64,7 +64,7 @@ def test_next_tasks_get_capacity_that_is_not_used_in_time(monkeypatch: pytest.Mo
 def test_next_waiter_gets_the_capacity_of_a_waiter_whose_loop_has_ended(
     monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
-    """At once where that loop is closed, else after the time in which every place must be used."""
+    """At once if that loop is closed, otherwise after the time in which a place must be used."""
     monkeypatch.setattr(overload, "RESERVED_S", 3 * EARLY_S)
     elsewhere = asyncio.new_event_loop()
 

@@ -1,4 +1,4 @@
-"""Messages with more logprobs than one iteration of the loop reads: they and all later ones wait, in order."""
+"""Messages that exceed the limit of logprobs per iteration of the loop wait in order, with all later messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGE_PROMPT = MAX_EXTRA_BYTES // RULES.position_bytes
 
 
 class CountingDecoder(LogprobDecoder):
-    """Counts the bytes that were decoded since the last look."""
+    """Counts the bytes that were decoded since the last reset."""
 
     num_bytes = 0
 
@@ -45,7 +45,7 @@ def parts_of(frame: TextChunks) -> list[TextChunks]:
 
 
 class World:
-    """One call of rows with logprobs, by uid, and a delivery of their frames."""
+    """A call whose rows have logprobs, and the delivery of its frames."""
 
     def __init__(self, num_rows: int, num_prompt: int = 0, *, is_stream: bool = False) -> None:
         lock = threading.RLock()
@@ -57,7 +57,7 @@ class World:
         self.delivery = Delivery(rows, lock, self.ended.append)
 
     def deliver(self, *frames: TextChunks) -> int:
-        """Deliver them in one iteration of the loop; returns how many bytes were read."""
+        """Deliver frames in one iteration of the loop. Return the number of read bytes."""
         CountingDecoder.num_bytes = 0
         for part in (part for frame in frames for part in parts_of(frame)):
             self.delivery.deliver(part)
@@ -65,7 +65,7 @@ class World:
         return CountingDecoder.num_bytes
 
     async def iterate(self) -> int:
-        """One more iteration of the loop."""
+        """Run another iteration of the loop."""
         CountingDecoder.num_bytes = 0
         await asyncio.sleep(0)
         return CountingDecoder.num_bytes
@@ -76,7 +76,7 @@ def position(token_id: int) -> bytes:
 
 
 def frame(uids: list[int], token_id: int, *, num_prompt: int = 0, ends: bool = False) -> TextChunks:
-    """A token of each, its index, with its logprobs, and before the first token those of the prompt."""
+    """Return a frame with one token per row, and its logprobs. The first frame has those of the prompt, too."""
     tokens = TokenColumns(uids, [token_id] * len(uids))
     for uid in uids:
         tokens.extras.append(Extra(uid, token_id, OUTPUT_LOGPROBS, position(token_id)))
@@ -97,7 +97,7 @@ async def test_a_large_prompt_is_read_in_several_iterations_before_its_row_ends(
     while not world.ended:
         read.append(await world.iterate())
     assert len(read) >= 5
-    assert 0 < max(read) <= MAX_EXTRA_BYTES + 70_000  # a block is read as a whole
+    assert 0 < max(read) <= MAX_EXTRA_BYTES + 70_000  # blocks are read completely
     answer = world.reader.result()
     assert answer is not None
     assert entries_of(answer[0]) == [0]
@@ -118,7 +118,7 @@ async def test_many_rows_that_end_together_are_read_in_several_iterations() -> N
     assert [entries_of(answer) for answer in answers] == [[0, 1, 2]] * 100
 
 
-async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
+async def test_chunks_of_a_stream_have_their_entries() -> None:
     world = World(1, 2 * LARGE_PROMPT, is_stream=True)
     world.deliver(frame([0], 0, num_prompt=2 * LARGE_PROMPT))
     assert world.reader.take() is None
@@ -144,7 +144,7 @@ async def test_a_stream_gets_each_chunk_with_its_entries() -> None:
 @pytest.mark.parametrize("is_batch", [True, False])
 def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> None:
     class Entry(list[object]):
-        """What can be watched."""
+        """A list with weak references."""
 
     world = World(1)
     world.deliver(frame([0], 0, ends=True))
@@ -155,7 +155,7 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
     answer: Any = found[0] if is_batch else found
     answer["watched"] = watched = Entry()
     freed = weakref.ref(watched)
-    gc.disable()  # the parts of a call refer to each other: it takes a collection to free them
+    gc.disable()  # a collection is needed, because parts of a call refer to each other
     try:
         call = world.call
         del world, watched, found, answer

@@ -1,4 +1,4 @@
-"""The beams of a search, over a table of probabilities: all outputs tried one by one are the reference."""
+"""Beam search over a table of probabilities, compared with a search through all outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP = 0
 
 
 def logprobs_of(seed: int, token_ids: tuple[int, ...]) -> list[float]:
-    """Of each token behind these."""
+    """Return the logprob of each token after these."""
     rng = random.Random(repr((seed, token_ids)))
     weights = [rng.random() ** 2 + 1e-3 for _ in range(NUM_TOKENS)]
     return [math.log(weight / sum(weights)) for weight in weights]
@@ -35,7 +35,7 @@ def searched(seed: int, **options: Any) -> list[tuple[float, list[int]]]:
 
 
 def all_outputs(seed: int, length: int, penalty: float, min_new_tokens: int) -> list[tuple[float, list[int]]]:
-    """Every output with its score, best first."""
+    """Return all outputs with their scores, best first."""
     found = []
     for size in range(1, length + 1):
         for token_ids in product(range(NUM_TOKENS), repeat=size):
@@ -54,7 +54,7 @@ def all_outputs(seed: int, length: int, penalty: float, min_new_tokens: int) -> 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])
 @pytest.mark.parametrize("min_new_tokens", [0, 2])
-def test_wide_enough_it_finds_the_best_of_all_outputs(seed: int, penalty: float, min_new_tokens: int) -> None:
+def test_wide_search_returns_the_best_of_all_outputs(seed: int, penalty: float, min_new_tokens: int) -> None:
     width = NUM_TOKENS**3
     found = searched(seed, width=width, max_new_tokens=4, length_penalty=penalty, min_new_tokens=min_new_tokens)
     expected = all_outputs(seed, 4, penalty, min_new_tokens)
@@ -100,7 +100,7 @@ def test_tokens_with_probability_zero_are_in_no_beam() -> None:
         ({}, {"beam_widht": 3}, TypeError, "unexpected argument 'beam_widht' .did you mean 'beam_width'"),
     ],
 )
-def test_misuse_names_the_argument(
+def test_wrong_arguments_are_refused_by_name(
     arguments: dict[str, Any], sampling: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     given = {"beam_width": 4, "max_new_tokens": 8, "length_penalty": 1.0, **arguments}

@@ -59,7 +59,7 @@ def facts(decoder: object, *tokens: str) -> dict[str, object]:
         (None, None),
     ],
 )
-def test_the_longest_token_of_a_tokenizer_is_found(decoder: object, expected: int | None) -> None:
+def test_longest_token_of_a_tokenizer(decoder: object, expected: int | None) -> None:
     assert longest_token(facts(decoder, "a", "seven.7", "é" * 3)) == expected
     if expected is not None:
         assert longest_token(facts(decoder, "a")) == len("<end>")
@@ -96,7 +96,7 @@ def test_only_long_texts_are_checked_before_encoding() -> None:
 
 
 class Watched(Pairs):
-    """Records the batches."""
+    """Records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ async def test_a_full_batch_of_texts_is_encoded_while_more_arrive() -> None:
 
     for number in range(8):
         ask(BATCH_BYTES // 4 + number)
-    assert tokenizer.has_begun.wait(10)  # the loop has had no turn since
+    assert tokenizer.has_begun.wait(10)  # there was no iteration of the loop since
     ask(100)
     ask(102)
     await ended.wait()
@@ -156,4 +156,4 @@ async def test_loop_runs_while_a_long_text_is_tokenized() -> None:
         await asyncio.sleep(0)
         num_turns += 1
     encoder.close()
-    assert num_turns > 20  # on the loop's thread, or with the interpreter held, it would be some few
+    assert num_turns > 20  # there would be only a few if it ran on the loop's thread or held the GIL

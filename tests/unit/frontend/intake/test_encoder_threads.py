@@ -1,4 +1,4 @@
-"""Every job of an encoder thread is answered exactly once, however the work on the thread ends."""
+"""Every job of an encoder thread is answered exactly once, for all kinds of errors on the thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aioengine.frontend.intake.prompts import ChatPrompt, CheckedPrompt, TextPro
 
 
 class Panic(BaseException):
-    """What a panic of compiled code looks like."""
+    """Has the base class of a panic of compiled code."""
 
 
 class Unprintable(BaseException):
@@ -55,14 +55,14 @@ class Fragile:
 
 
 class Answers:
-    """Gives jobs to an encoder and notes every answer."""
+    """Gives jobs to an encoder and records every answer."""
 
     def __init__(self, tokenizer: Fragile) -> None:
         self.encoder = Encoder(tokenizer)
         self.answers: dict[int, list[list[Encoded]]] = {}
 
     def ask(self, *prompts: CheckedPrompt, then: Callable[[], object] = list) -> None:
-        """``then`` is called with the answer, and may raise."""
+        """Add a job. ``then`` is called with the answer, and may raise."""
         found = self.answers[len(self.answers)] = []
 
         def done(encoded: list[Encoded], _seconds: float) -> None:
@@ -72,11 +72,11 @@ class Answers:
         self.encoder.encode(EncodeJob(prompts, done))
 
     async def all(self) -> list[list[Encoded]]:
-        """The one answer to each job."""
+        """Return the answers to all jobs. Each must have exactly one."""
         async with asyncio.timeout(30):
             while not all(self.answers.values()):  # noqa: ASYNC110  # jobs have no event
                 await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)  # in which a second answer could come
+        await asyncio.sleep(0.01)  # a second answer could arrive in this time
         assert {len(found) for found in self.answers.values()} == {1}
         return [found[0] for found in self.answers.values()]
 
@@ -146,11 +146,11 @@ async def test_an_error_of_a_whole_batch_fails_all_its_jobs(error: type[BaseExce
     answers.encoder.close()
 
 
-async def test_closing_fails_the_jobs_that_were_not_begun() -> None:
+async def test_closing_fails_the_jobs_that_were_not_started() -> None:
     tokenizer = Fragile()
     tokenizer.gate.clear()
     answers = Answers(tokenizer)
-    for size in (40_000, 40_000, 100, 100):  # one on the thread, one behind it, two that were not given to it yet
+    for size in (40_000, 40_000, 100, 100):  # one is on the thread, one waits for it, and two were not given to it yet
         answers.ask(text("x" * size))
     await asyncio.sleep(0)
     await asyncio.to_thread(tokenizer.has_begun.wait, 10)

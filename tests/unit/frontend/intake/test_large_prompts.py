@@ -32,7 +32,7 @@ NUM_ROWS = PROMPTS_IN_PIECE + 3
 
 
 def all_of(request: CallRequest) -> list[CheckedPrompt | PromptError]:
-    """The prompts, when all rows were checked as far as the loop does it."""
+    """Return the prompts after all rows were checked in pieces, as on the loop."""
     while not request.is_checked:
         request.check_more()
     return request.prompts
@@ -86,7 +86,7 @@ class TestLongBatches:
         assert isinstance(rows[-1], TypeError | ValueError)
 
     @pytest.mark.parametrize("wrong", [[], 7, None, "a"])
-    def test_a_later_row_that_holds_no_ids_is_refused(self, wrong: object) -> None:
+    def test_later_row_without_ids_is_refused(self, wrong: object) -> None:
         request = ask(input_ids=[[1]] * (NUM_ROWS - 1) + [wrong])
         with pytest.raises((TypeError, ValueError), match=rf"input_ids\[{NUM_ROWS - 1}\]"):
             all_of(request)
@@ -108,7 +108,7 @@ class TestLongBatches:
 
 
 class Threads:
-    """A tokenizer that notes the threads on which it works."""
+    """A tokenizer that records its threads."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,4 @@
-"""Arguments of ``encode`` and ``rerank``: what is taken, and what is refused by name."""
+"""Arguments of ``encode`` and ``rerank`` are accepted, or refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def texts(request: object) -> list[tuple[str, str | None]]:
     return [(prompt.first.text, None if prompt.second is None else prompt.second.text) for prompt in prompts]
 
 
-def test_encode_takes_a_text_or_a_list() -> None:
+def test_encode_accepts_a_text_or_a_list() -> None:
     one = encode_request("a text", None, {"dimensions": 3, "normalize": False, "truncate": True, "prompt_name": "q"})
     assert (one.is_batch, texts(one)) == (False, [("a text", None)])
     assert one.pooled == Pooled(is_normalized=False, dimensions=3, truncates=True, prompt_name="q")
@@ -27,7 +27,7 @@ def test_encode_takes_a_text_or_a_list() -> None:
     assert encode_request(None, [[1, 2], [3]], {}).num_prompts == 2
 
 
-def test_rerank_takes_a_query_and_documents_or_pairs() -> None:
+def test_rerank_accepts_a_query_with_documents_or_pairs() -> None:
     ranked = rerank_request("q", ["a", "b"], 1, {})
     assert texts(ranked) == [("q", "a"), ("q", "b")]
     assert ranked.pooled == Pooled(is_normalized=False, gives_scores=True, is_ranked=True, top_n=1)
@@ -86,7 +86,7 @@ def test_rerank_refuses_wrong_arguments(
 
 
 @pytest.mark.parametrize("name", ["temperature", "enable_thinking", "return_logprob"])
-def test_arguments_of_other_calls_are_not_sent_to_parameters_that_do_not_exist(name: str) -> None:
+def test_error_for_arguments_of_other_calls_does_not_suggest_sampling_parameters(name: str) -> None:
     for make in (partial(encode_request, "a", None), partial(rerank_request, "a", ["b"], None)):
         with pytest.raises(TypeError, match=f"^unexpected argument '{name}'; allowed: .*truncate"):
             make({name: 1})

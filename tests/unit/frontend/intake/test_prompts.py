@@ -1,4 +1,4 @@
-"""Token ids as callers give them."""
+"""Token ids, texts and messages of all types that callers pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ids_of_all_integer_types_become_int(given: list[int] | tuple[int, ...])
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, [1]])
-def test_ids_that_are_no_integers_are_refused(wrong: object) -> None:
+def test_ids_that_are_not_integers_are_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="input_ids entries must be an integer"):
         ids_prompt("input_ids", [1, wrong])
 
@@ -52,7 +52,7 @@ def test_the_callers_list_may_change_afterwards() -> None:
 
 
 class OtherList(list[Any]):
-    """A subclass, as some libraries have it."""
+    """A subclass, like those of some libraries."""
 
 
 class OtherTuple(tuple[Any, ...]):
@@ -92,7 +92,7 @@ def test_subclasses_of_list_and_tuple_are_accepted(other: Callable[[Any], Any]) 
 
 
 class Rows:
-    """An array of two dimensions, which must not be made a list at once."""
+    """An array of two dimensions that must not be converted as a whole."""
 
     ndim = 2
 
@@ -120,20 +120,20 @@ def test_the_rows_of_an_array_are_read_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("make", [torch.tensor, memoryview, np.asfortranarray, lambda rows: rows.astype(object)])
-def test_arrays_of_any_kind_give_their_rows(make: Callable[[Any], Any]) -> None:
+def test_arrays_of_any_kind_are_divided_into_rows(make: Callable[[Any], Any]) -> None:
     rows = np.array([[1, 2], [3, 4]])
     given = generate_request(None, None, make(rows), stream=False, options={}).prompts
     assert [prompt.token_ids for prompt in given if isinstance(prompt, IdsPrompt)] == rows.tolist()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0), (2, 2, 2)])
-def test_arrays_of_no_rows_of_ids_are_refused(shape: tuple[int, ...]) -> None:
+def test_arrays_without_rows_of_ids_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises((TypeError, ValueError), match="input_ids"):
         generate_request(None, None, np.zeros(shape, dtype=int), stream=False, options={})
 
 
 class OtherStr(str):
-    """Its methods do not do what those of str do."""
+    """Its methods differ from those of str."""
 
     __slots__ = ()
 
@@ -193,7 +193,7 @@ class Unprintable:
 
 
 @pytest.mark.parametrize("options", [{"rid": Unprintable()}, {"tenant": Unprintable()}, {"timeout": Unprintable()}])
-def test_a_value_whose_repr_fails_is_refused_by_the_name_of_its_argument(options: dict[str, object]) -> None:
+def test_value_with_a_failing_repr_is_refused_with_the_name_of_its_argument(options: dict[str, object]) -> None:
     with pytest.raises(TypeError, match=rf"{next(iter(options))} must be .*its repr raises KeyError"):
         generate_request("a", None, None, stream=False, options=options)
 
@@ -209,7 +209,7 @@ def test_wrong_parameters_are_an_error_of_their_row() -> None:
     assert [(place, error[:5]) for place, error in errors.items()] == [(33, "top_p")]
 
 
-def test_rows_that_share_parameters_share_the_parsed_ones() -> None:
+def test_parameters_that_rows_share_are_parsed_once() -> None:
     shared: dict[str, object] = {"stop": ["a"]}
     ask = generate_request(["a", "b", "c"], [shared, {"stop": ["a"]}, shared], None, stream=False, options={})
     assert ask.params[0] is ask.params[2]
@@ -222,7 +222,7 @@ def test_input_embeds_of_a_wrong_type_is_a_type_error(embeds: object) -> None:
         generate_request(None, None, None, stream=False, options={"input_embeds": embeds})
 
 
-def test_names_that_are_not_known_are_cut() -> None:
+def test_long_unknown_names_are_cut_in_the_error() -> None:
     with pytest.raises(TypeError, match="unexpected argument 'xxx") as caught:
         generate_request("a", None, None, stream=False, options={"x" * 1_000_000: 1})
     assert len(str(caught.value)) < 900

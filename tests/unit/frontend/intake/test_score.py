@@ -1,4 +1,4 @@
-"""Scores of many labels, and queries that are long."""
+"""Scores with many labels and with long queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GENEROUS_S = 10.0
 """Of the time of a thread; where each label is compared with each other one it takes a minute."""
 
 
-def test_the_probabilities_of_many_labels_take_no_longer_than_the_labels_are_many() -> None:
+def test_time_of_probabilities_is_linear_in_the_number_of_labels() -> None:
     begun_at = time.thread_time()
     scores = ScoreRequest(temperature=2.0).scores_of([float(label % 7) for label in range(MAX_LABELS)])
     assert time.thread_time() - begun_at < GENEROUS_S
@@ -26,7 +26,7 @@ def test_duplicate_label_is_refused_quickly() -> None:
     assert time.thread_time() - begun_at < GENEROUS_S
 
 
-def test_prompts_are_made_whatever_their_size_together() -> None:
+def test_total_size_of_score_prompts_is_not_limited() -> None:
     request = ScoreRequest()
     _add_prompts(request, "q" * 1_000_000, ["i"] * 100, is_item_first=False, may_be_empty=False)
     assert [len(prompt) for prompt in request.prompts] == [1_000_001] * 100

@@ -1,4 +1,4 @@
-"""What takes long to make of the sampling parameters of a call is made once for each of their objects."""
+"""Rows that share an object of sampling parameters share the slow results of its conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-async def test_rows_that_alternate_between_two_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_alternating_parameters_are_converted_once_per_object(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fake_async_engine() as engine:
         encoder = engine._frontend_here()._encoder
         assert encoder is not None
