@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU; where there is none each is skipped and says so."""
+"""Skips the tests of this folder if there is no NVIDIA GPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
 
 
 class Given:
-    """Stands in for a matmul: its result is given."""
+    """A matmul that returns a given result."""
 
     def __init__(self, y: torch.Tensor) -> None:
         self._y = y
@@ -42,7 +42,7 @@ class Given:
 
 
 def weights_of(size: int, sizes: tuple[int, ...], ranks: list[tuple[int, ...]], dtype: torch.dtype) -> AdapterWeights:
-    """Random adapters in slots with these ranks of each part."""
+    """Return random adapters. ``ranks``: of each slot and part."""
     max_rank = max(max(each) for each in ranks)
     numbers = len(sizes) * max_rank * size + sum(sizes) * max_rank + 1024
     pool = torch.full((len(ranks), -(-numbers // UNIT) * UNIT), float("nan"), dtype=dtype, device="cuda")
@@ -93,7 +93,7 @@ def test_adapter_kernels_equal_the_reference(
         assert (found - expected).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_row_does_not_depend_on_other_rows() -> None:
     sizes = 512, 256, 256
     weights = weights_of(1024, sizes, [(16, 16, 16), (32, 16, 0), (16, 0, 48)], torch.bfloat16)
     matmul = linear.prepare(torch.randn(1024, 1024, device="cuda").bfloat16(), None, batch_invariant=True)
@@ -135,7 +135,7 @@ def runner_of(
 
 
 def generate(runner: ModelRunner, chosen: list[int], *, num_tokens: int = 8, chunk: int = 100) -> list[list[int]]:
-    """Greedy continuations of these prompts, prompt i with the adapter in slot i mod 4, all in one batch."""
+    """Return greedy continuations of all prompts in one batch. Prompt i uses the adapter in slot i mod 4."""
     outputs: dict[int, list[int]] = {i: [] for i in chosen}
     starts = dict.fromkeys(chosen, 0)
     new = [
@@ -161,7 +161,7 @@ def generate(runner: ModelRunner, chosen: list[int], *, num_tokens: int = 8, chu
     return [outputs[i] for i in chosen]
 
 
-def test_graphs_give_the_tokens_of_eager_steps(folders: list[Path]) -> None:
+def test_graphs_return_the_tokens_of_eager_steps(folders: list[Path]) -> None:
     eager, captured = runner_of(folders), runner_of(folders, graphs=16)
     expected = generate(eager, [*range(12)])
     base = [each for i, each in enumerate(expected) if i % 4 == 0]
@@ -173,7 +173,7 @@ def test_graphs_give_the_tokens_of_eager_steps(folders: list[Path]) -> None:
     captured.close()
 
 
-def test_deterministic_mode_gives_the_same_tokens_in_any_batch(folders: list[Path]) -> None:
+def test_deterministic_mode_returns_the_same_tokens_in_any_batch(folders: list[Path]) -> None:
     runner = runner_of(folders, graphs=16, batch_invariant=True)
     together = generate(runner, [*range(12)])
     assert generate(runner, [*range(12)], chunk=7) == together

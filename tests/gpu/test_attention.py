@@ -1,4 +1,4 @@
-"""FlashInfer's and Triton's attention against plain torch, over the same pages."""
+"""FlashInfer's and Triton's attention, compared with torch over the same pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_PAGES, PAGE_SIZE = 600, 16
 
 
 def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
-    """Rows of (positions before, positions computed) over pages in a scattered order."""
+    """Return rows of (earlier positions, new positions) over pages in random order."""
     order = (torch.randperm(NUM_PAGES - 1) + 1).tolist()
     tables = [[order.pop() for _ in range(-(-(start + count) // PAGE_SIZE))] for start, count in rows]
     width = max(map(len, tables))
@@ -61,7 +61,7 @@ ROWS = {
         ("triton", 71, 1, 64),
     ],
 )
-def test_against_torch(
+def test_attention_matches_torch(
     name: str, num_heads: int, num_kv_heads: int, head_size: int, rows: list[tuple[int, int]]
 ) -> None:
     shape = AttentionShape(
@@ -72,11 +72,11 @@ def test_against_torch(
     expected_pool = pool.float()
     plugin = importlib.import_module(f"aioengine.attention.{name}").PLUGIN
     backend, reference = plugin(shape, pool), TorchAttention(shape, expected_pool)
-    for step in ([(160, 40), (0, 400), (0, 290)], rows):  # a later plan may reuse parts of the first one
+    for step in ([(160, 40), (0, 400), (0, 290)], rows):  # a later plan may reuse buffers of the first one
         batch = make_batch(step)
         size = len(batch.slot_mapping), num_heads + 2 * num_kv_heads, head_size
         heads = torch.randn(size, device="cuda", dtype=torch.bfloat16)
-        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)  # strided, as models give them
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)  # strided like those of models
         backend.prepare(batch)
         reference.prepare(replace(batch))
         for layer in range(2):
@@ -92,7 +92,7 @@ def test_against_torch(
     [((300, None, 300), None, True), ((1, 1, 1), None, False), ((), 2.0, True), ((None, 40, None), 2.0, True)],
 )
 @pytest.mark.parametrize("name", ["flashinfer", "triton"])
-def test_windows_caps_and_sinks_against_torch(
+def test_windows_caps_and_sinks_match_torch(
     name: str,
     windows: tuple[int | None, ...],
     soft_cap: float | None,
@@ -124,10 +124,10 @@ def test_windows_caps_and_sinks_against_torch(
     [(16, 8, 128, None), (7, 1, 64, None), (4, 2, 256, None), (8, 4, 128, 300)],
 )
 @pytest.mark.parametrize("name", ["flashinfer", "triton"])
-def test_fixed_decode_rows_against_torch(
+def test_fixed_decode_rows_match_torch(
     name: str, num_heads: int, num_kv_heads: int, head_size: int, window: int | None
 ) -> None:
-    """The same buffers for steps of other lengths, as a CUDA graph has them; the last rows are padding."""
+    """Steps of different lengths use the same buffers, as in a CUDA graph. The last rows are padding."""
     is_special = window is not None
     shape = AttentionShape(
         num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=head_size**-0.5,
@@ -168,10 +168,10 @@ def test_fixed_decode_rows_against_torch(
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8)])
-def test_prompts_that_begin_with_the_same_pages(
+def test_prompts_with_shared_first_pages_match_torch(
     monkeypatch: pytest.MonkeyPatch, num_heads: int, num_kv_heads: int
 ) -> None:
-    """Beside rows of one token, rows that share nothing, and a prompt from its beginning on."""
+    """The step also has rows of one token, rows without shared pages, and a complete prompt."""
     from aioengine.attention.flashinfer import FlashInferAttention
 
     monkeypatch.setattr(_shared_rows, "MIN_PAIRS", 1)

@@ -1,4 +1,4 @@
-"""With ``enable_deterministic_inference`` a row's numbers on a GPU are the same bits whatever it is computed with."""
+"""With ``enable_deterministic_inference``, the results of a row on a GPU have the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_attention(
     window: int | None = None,
     is_fp8: bool = False,
 ) -> None:
-    """However the positions of a row are computed, each gives the same bits."""
+    """Check that each position of a row has the same bits in any batch and chunks."""
     from aioengine.attention.triton import build
 
     shape = AttentionShape(
@@ -74,7 +74,7 @@ def check_attention(
     )  # fmt: skip
     num_pages = length // PAGE_SIZE + 10
     size = kv_pool_shape(shape, num_pages=num_pages, page_size=PAGE_SIZE)
-    pool = torch.full(size, torch.nan, device="cuda", dtype=dtype).to(FP8 if is_fp8 else dtype)  # not yet written
+    pool = torch.full(size, torch.nan, device="cuda", dtype=dtype).to(FP8 if is_fp8 else dtype)  # not written yet
     heads = torch.randn(length, num_heads + 2 * num_kv_heads, head_size, device="cuda", dtype=dtype)
     table = (torch.randperm(num_pages - 1) + 1).tolist()
     attention = build(shape, pool)
@@ -103,16 +103,18 @@ def check_attention(
         (4, 2, 128, torch.float32),
     ],
 )
-def test_attention(num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> None:
+def test_attention_does_not_depend_on_the_batch(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> None:
     check_attention(num_heads, num_kv_heads, head_size, dtype, length=LENGTH, ways=WAYS)
 
 
-def test_attention_of_long_rows() -> None:
+def test_attention_of_long_rows_does_not_depend_on_the_batch() -> None:
     check_attention(16, 8, 128, torch.bfloat16, length=LONG, ways=LONG_WAYS)
 
 
 @pytest.mark.parametrize("window", [1, 100, 5000])
-def test_attention_with_windows_caps_and_sinks(window: int) -> None:
+def test_attention_with_windows_caps_and_sinks_does_not_depend_on_the_batch(window: int) -> None:
     check_attention(16, 8, 128, torch.bfloat16, length=LENGTH, ways=WAYS, window=window)
     check_attention(8, 4, 64, torch.bfloat16, length=LONG, ways=LONG_WAYS, window=window)
 
@@ -124,7 +126,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def test_logits(folder: Path) -> None:
+def test_logits_do_not_depend_on_the_batch(folder: Path) -> None:
     from aioengine.attention.triton import build
 
     device = torch.device("cuda")
@@ -163,8 +165,8 @@ def world(folder: Path, *, graphs: int = 16, chunk_tokens: int = 512, num_pages:
     return World(msgspec.structs.replace(settings, runner=runner))
 
 
-def test_tokens(folder: Path) -> None:
-    """Alone; together, from the prefix cache, in small chunks, without graphs, and with too few pages for all."""
+def test_tokens_do_not_depend_on_the_batch(folder: Path) -> None:
+    """Prompts run alone, together, with prefix hits, in small chunks, without graphs, and with preemptions."""
     plain = world(folder)
     pairs = zip(PROMPTS, SAMPLINGS, strict=True)
     alone = [plain.answers([prompt], [sampling], max_new_tokens=24)[0] for prompt, sampling in pairs]

@@ -1,4 +1,4 @@
-"""Rows that begin with the same pages: attention to these once for all rows, in graphs and against plain torch."""
+"""Attention of rows with the same first pages, which are read once for all rows: graphs, and comparisons with torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PAGE_SIZE, NUM_PAGES = 16, 200
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (32, 8)])
-def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
+def test_attention_matches_torch(num_heads: int, num_kv_heads: int) -> None:
     """Two groups, rows of no group, and rows of padding."""
     from aioengine.attention.flashinfer import CascadeFlashInferAttention
 
@@ -49,7 +49,7 @@ def test_against_torch(num_heads: int, num_kv_heads: int) -> None:
         begin + [next(rest) for _ in range(-(-length // 16) - len(begin))]
         for begin, length in zip(beginnings, lengths, strict=True)
     ]
-    num_rows = 10  # three of padding
+    num_rows = 10  # three padding rows
     memory = torch.zeros(3 * num_rows + 1 + NUM_PAGES, dtype=torch.int32, device="cuda")
     slot_mapping, last_lengths, starts, page_ids = memory.split((num_rows, num_rows, num_rows + 1, NUM_PAGES))
     buffers = DecodeBuffers(
@@ -84,7 +84,7 @@ PROMPTS = [[*PREFIXES[i % 3], *((5 * i + j) % 290 + 1 for j in range(3 + i))] fo
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A runner for which every shared page is worth it."""
+    """A runner that shares even a single page."""
     monkeypatch.setattr("aioengine.attention._flashinfer.MIN_ROWS", 3)
     monkeypatch.setattr("aioengine.attention._flashinfer.MIN_SAVED_BYTES", 1)
     heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
@@ -97,7 +97,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def checked_steps(world: World, samplings: list[Sampling], check: Check) -> int:
-    """All prompts in one batch, three groups whose rows alternate; returns how many steps shared pages."""
+    """Compute one batch with rows of three groups in turn. Return the number of steps with shared pages."""
     graphs = world.runner._graphs
     assert graphs is not None
     replay, prefixes = graphs.replay, graphs._prefixes
@@ -130,11 +130,13 @@ def test_rows_have_the_hidden_states_of_a_step_without_sharing(world: World) -> 
         assert float(error.max()) < 0.2, "rounding of attention comes to 0.05 here, another row's would be far from it"
         return replace(step, hidden=hidden)
 
-    samplings = [Sampling(i, temperature=0.7, top_k=20) for i in range(len(PROMPTS))]  # sampled outside the graph
+    samplings = [
+        Sampling(i, temperature=0.7, top_k=20) for i in range(len(PROMPTS))
+    ]  # tokens are sampled outside of the graph
     assert checked_steps(world, samplings, check) > 10
 
 
-def test_rows_keep_their_own_tokens(world: World) -> None:
+def test_rows_have_their_own_tokens(world: World) -> None:
     def check(graphs: DecodeGraphs, rows: StepRows, sampled: SampledRows, replay: Replay) -> DecodeStep:
         step = replay(rows, sampled)
         assert step.token_ids is not None

@@ -1,4 +1,4 @@
-"""Pages lose what is not a finite number behind a step in flight, if that marks them."""
+"""Numbers that are not finite are removed from pages of failed rows after the step in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.compute.runner_world import make_settings, save_model
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_kernel(dtype: torch.dtype, page_size: int) -> None:
+def test_kernel_cleans_pages(dtype: torch.dtype, page_size: int) -> None:
     pool = torch.randn(3, 2, 9, 2, page_size, 24, device="cuda", dtype=dtype)
     pool[torch.rand(pool.shape, device="cuda") < 0.1] = torch.nan
     pool[torch.rand(pool.shape, device="cuda") < 0.1] = -torch.inf
@@ -35,8 +35,8 @@ def test_the_kernel(dtype: torch.dtype, page_size: int) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "flashinfer"])
 @pytest.mark.parametrize("graphs", [0, 4])
-def test_the_next_owner_of_a_page(tmp_path: Path, backend: str, graphs: int) -> None:
-    """A row goes wrong in the step in flight when its page is given away."""
+def test_next_owner_of_a_page_reads_finite_numbers(tmp_path: Path, backend: str, graphs: int) -> None:
+    """A row fails in the step in flight while its page is allocated to another request."""
     heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **heads)
     found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16)

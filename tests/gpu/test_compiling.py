@@ -1,4 +1,4 @@
-"""No request waits for a compiler: what may be needed is compiled when the engine is ready."""
+"""No request waits for a compiler: all kernels are compiled before the engine is ready."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_requests_compile_nothing(tmp_path: Path, backend: str, graphs: int, mon
     assert not {end.message for end in world.ended.values() if end.message}
 
 
-def test_forms_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are asked for before the first launch waits for one of them."""
+def test_specializations_are_compiled_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All compilations start before the first launch waits for one of them."""
     from triton import knobs
 
     spans: list[tuple[float, float]] = []
@@ -81,7 +81,7 @@ def test_forms_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(knobs.compilation, "listener", note)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
-    sizes = {**HEADS, "hidden_size": 1536, "intermediate_size": 2560}  # no other test has these
+    sizes = {**HEADS, "hidden_size": 1536, "intermediate_size": 2560}  # no other test uses these sizes
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **sizes)
     settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=1024)
     runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=32)

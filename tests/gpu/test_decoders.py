@@ -1,4 +1,4 @@
-"""Every family of decoders on a GPU: the logits of transformers in fp32, and in bf16 as near to them as its own."""
+"""Logits of all families on a GPU match transformers in fp32. In bf16 their error is about that of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.settings import small_settings
 PROMPTS = [[(7 * i + 3 * j) % 90 + 1 for j in range(3 + 6 * i)] for i in range(5)]
 NUM_NEW = 8
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which GPT-BigCode's code uses
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # the code of GPT-BigCode uses it
 
 
 @pytest.fixture(scope="module", params=ONE_OF_EACH)
@@ -36,7 +36,7 @@ def raw_config(model: PreTrainedModel) -> dict[str, object]:
 
 
 def make_attention(model: Model, device: torch.device) -> AttentionBackend:
-    """Of Triton's kernels, or torch's where they have not what the model needs."""
+    """Return Triton attention, or torch attention if Triton does not support the model."""
     shape, dtype = model.attention_shape, model.dtype
     runner = small_settings(attention_backend="triton", fallback_backend="torch", device=str(device)).runner
     choice = choose_attention(runner, shape, dtype, device, kv_dtype=dtype, report=lambda _: None)
@@ -48,7 +48,7 @@ def make_attention(model: Model, device: torch.device) -> AttentionBackend:
 
 
 def check_logits(ours: Model, dtype: torch.dtype, theirs: Any, rounded: Any, prompts: list[list[int]]) -> None:
-    """In fp32 ours are those of ``theirs``; in bf16 the error is at most 1.5 times that of ``rounded``, theirs so."""
+    """Check logits. In bf16 the error may be 1.5 times that of ``rounded``, which is ``theirs`` in bf16."""
     device = torch.device("cuda")
     attention = make_attention(ours, device)
     our_error, their_error = 0.0, 0.0

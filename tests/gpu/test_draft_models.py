@@ -66,7 +66,7 @@ async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
         ({**with_model, "disable_cuda_graph": True}, 0.5),
         ({**with_model, "speculative_draft_model_path": str(other)}, 0.0),
         ({"speculative_algorithm": "NGRAM"}, 0.0),
-        ({**with_model, "enable_deterministic_inference": False}, 0.5),  # another kernel, with other bits
+        ({**with_model, "enable_deterministic_inference": False}, 0.5),  # another kernel has other bits
     ]
     for options, least in cases:
         found, stats = await answers(model, **options)

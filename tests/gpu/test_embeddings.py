@@ -1,4 +1,4 @@
-"""Attention in both directions on a GPU, and vectors of a runner there, against the CPU in fp32."""
+"""Bidirectional attention and vectors of a runner on a GPU, compared with the CPU in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts on a GPU: the kernels against torch, the same bits in any batch, greedy tokens of whole models."""
+"""Experts on a GPU: kernels match torch and do not depend on the batch, and models match transformers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def save(config: PreTrainedConfig, folder: Path) -> Any:
-    """A random model, which knows its folder; its logits differ clearly from one another."""
+    """Save and return a random model with clearly different logits. ``folder`` is its folder."""
     torch.manual_seed(3)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():

@@ -25,7 +25,7 @@ CUDA = torch.device("cuda")
 
 
 def make_shape(num_layers: int, num_heads: int, num_kv_heads: int, head_size: int, **rules: object) -> AttentionShape:
-    """Keys and values of each layer have other scales."""
+    """Return a shape whose layers have different scales of keys and values."""
     scales = tuple(torch.tensor([0.25 + layer, 0.6], device=CUDA) for layer in range(num_layers))
     sizes = {"num_layers": num_layers, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
     return AttentionShape(**sizes, scale=head_size**-0.5, dtype=torch.bfloat16, kv_scales=scales, **rules)  # type: ignore[arg-type]
@@ -149,8 +149,8 @@ def world(folder: Path, *, backend: str, graphs: int = 16, num_pages: int = 512,
     )
 
 
-def test_deterministic_tokens(folder: Path) -> None:
-    """Alone; from the prefix cache, in small chunks, without graphs, and with too few pages for all."""
+def test_deterministic_tokens_do_not_depend_on_the_batch(folder: Path) -> None:
+    """Prompts run alone, with prefix hits, in small chunks, without graphs, and with preemptions."""
     plain = world(folder, backend="triton")
     pairs = zip(PROMPTS, SAMPLINGS, strict=True)
     alone = [plain.answers([prompt], [sampling], max_new_tokens=24)[0] for prompt, sampling in pairs]
@@ -163,7 +163,7 @@ def test_deterministic_tokens(folder: Path) -> None:
         other.runner.close()
 
 
-def test_first_tokens_with_flashinfer(folder: Path) -> None:
+def test_first_tokens_with_flashinfer_match(folder: Path) -> None:
     """The next tokens may differ where two logits are close."""
     greedy = [msgspec.structs.replace(sampling, temperature=0.0) for sampling in SAMPLINGS]
     answers: list[list[list[int]]] = []

@@ -1,4 +1,4 @@
-"""Models with states beside pages: kernels against plain torch, and tokens of the runner against those on the CPU."""
+"""Models with recurrent states: kernels match torch, and tokens of the runner match those on a CPU."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_greedy_tokens_in_fp32_equal_the_cpu(
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
-def test_turns_begin_with_snapshots_and_have_the_tokens_of_the_cpu(folder: Path, graphs: int) -> None:
+def test_turns_start_from_snapshots_and_have_the_tokens_of_the_cpu(folder: Path, graphs: int) -> None:
     settings = make_settings(folder, page_size=16, chunk_tokens=70, depth=1)
     runner = msgspec.structs.replace(
         settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=graphs
@@ -104,7 +104,7 @@ def test_preempted_requests_continue_from_snapshots(folder: Path) -> None:
 
 
 class Layer:
-    """Inputs and a pool of the sizes of Qwen3-Next, with NaN in the slots."""
+    """Inputs, and a pool with NaN in its slots, in the sizes of Qwen3-Next."""
 
     def __init__(self, counts: list[int], starts: list[int], dtype: torch.dtype) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -131,7 +131,7 @@ class Layer:
                 self.inputs[slot], self.matrices[slot] = torch.nan, torch.nan
 
     def run(self, *, is_reference: bool, in_blocks: bool) -> list[torch.Tensor]:
-        """Channels, outputs, normed outputs, and both states [N, ...] without the slots that no row has."""
+        """Return channels, outputs, normed outputs, and both states [N, ...] of the used slots."""
         inputs, matrices, rows = self.inputs.clone(), self.matrices.clone(), self.rows
 
         def compute() -> list[torch.Tensor]:
@@ -165,7 +165,7 @@ def test_state_kernels_equal_plain_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_blocks_of_keys_that_come_again_and_stay(dtype: torch.dtype) -> None:
+def test_blocks_with_repeated_keys_and_slow_decay_match_torch(dtype: torch.dtype) -> None:
     layer = Layer([200, 70], [0, 9], dtype)
     layer.given[:, :4096] = layer.given[:9, :4096].repeat(30, 1)
     layer.gates.scores.add_(3)

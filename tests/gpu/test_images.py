@@ -1,4 +1,4 @@
-"""Models that read images, on a GPU: the tokens of transformers in fp32; graphs, overlap and bf16 change nothing."""
+"""Image models on a GPU return the tokens of transformers in fp32, with graphs, with overlap, and in bf16."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tokens_in_fp32_equal_transformers(saved: Saved, graphs: int, chunk_toke
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_graphs_and_overlap_change_little_in_bf16(model_type: str, tmp_path: Path) -> None:
-    """Greedy tokens of random weights part by rounding, and then stay apart; most begin alike."""
+    """With random weights, greedy tokens may differ after a rounding error. Most answers have the same first tokens."""
     saved = Saved(tmp_path, save_vision_model(model_type, tmp_path, head_size=128), Pictures(model_type, tmp_path))
     prompts = saved.prompts() * 2
     found: list[list[list[int]]] = []
@@ -80,7 +80,7 @@ def test_features_in_bf16_are_near_fp32(saved: Saved) -> None:
     assert error < 0.1
 
 
-def test_a_second_question_is_answered_from_kept_pages(saved: Saved) -> None:
+def test_second_question_reuses_cached_pages(saved: Saved) -> None:
     world = gpu_world(saved, dtype="float32", graphs=16)
     picture = saved.pictures.draw(8, 12)
     for uid, text in enumerate((TEXTS[1], TEXTS[3])):
@@ -104,7 +104,7 @@ def test_sessions_answer_about_the_pictures_of_earlier_turns(tmp_path: Path) -> 
         check_session(Served(llm, tmp_path, theirs, "qwen2_vl"))
 
 
-def test_weights_that_are_made_up_give_finite_features(tmp_path: Path) -> None:
+def test_dummy_weights_have_finite_features(tmp_path: Path) -> None:
     theirs = save_vision_model("qwen2_5_vl", tmp_path)
     config = theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}
     model = models.build(config, ModelOptions(dtype=torch.bfloat16, device=torch.device("cuda"), max_positions=256))
@@ -114,7 +114,7 @@ def test_weights_that_are_made_up_give_finite_features(tmp_path: Path) -> None:
 
 
 def test_a_large_picture_is_read_into_pinned_memory(tmp_path: Path) -> None:
-    """In parts, by several threads."""
+    """Several threads read parts of it."""
     draw = np.random.default_rng(0)
     arrays = {
         "picture": draw.integers(0, 256, (1200, 1100, 3), dtype=np.uint8),

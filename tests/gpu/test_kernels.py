@@ -1,4 +1,4 @@
-"""The fast forms of operations against their references."""
+"""Fast kernels of operations match their references."""
 
 from __future__ import annotations
 

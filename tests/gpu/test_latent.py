@@ -1,6 +1,4 @@
-"""Latent attention on a GPU: kernels against torch and against themselves in other batches, a model against
-transformers.
-"""
+"""Latent attention on a GPU: kernels match torch and do not depend on the batch, and a model matches transformers."""
 
 from __future__ import annotations
 
@@ -57,10 +55,10 @@ def shape_of(
 @pytest.mark.parametrize(
     "sizes", [(16, 512, 64, 128, 128), (128, 512, 64, 128, 128), (20, 512, 64, 192, 256), (20, 48, 24, 40, 64)]
 )
-def test_forms_against_torch(
+def test_forms_match_torch(
     sizes: tuple[int, ...], rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of many tokens expanded, all heads at once and one after the other, and the others absorbed."""
+    """Rows of many tokens use the expanded form (all heads at once or one by one), other rows the absorbed one."""
     from aioengine.attention import _latent
     from aioengine.attention.triton import build
 
@@ -87,8 +85,8 @@ def test_forms_against_torch(
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 70])
-def test_decode_rows_against_torch(num_rows: int) -> None:
-    """Rows of other lengths than those of the capture, some of them within one part."""
+def test_decode_rows_match_torch(num_rows: int) -> None:
+    """Rows have other lengths than in the capture. Some have only one part."""
     from aioengine.attention.triton import build
 
     expansion = torch.randn(16, 256, 512, device="cuda") * 512**-0.5
@@ -146,7 +144,7 @@ def test_decode_rows_against_torch(num_rows: int) -> None:
 
 
 def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q [T, H, E], k [T, 1, E] and v [T, 1, V] in one piece of memory, as models give them."""
+    """Return q [T, H, E], k [T, 1, E] and v [T, 1, V] in one tensor, like those of models."""
     heads = torch.randn(num_tokens, shape.num_heads + 1, shape.head_size, device="cuda", dtype=dtype)
     q, k = heads.split((shape.num_heads, 1), dim=1)
     return q, k, k[..., : shape.value_size]
@@ -155,7 +153,7 @@ def some_heads(shape: AttentionShape, num_tokens: int, dtype: torch.dtype) -> tu
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_attention_against_torch(
+def test_attention_matches_torch(
     batch_invariant: bool, sizes: tuple[int, int, int], rows: list[tuple[int, int]]
 ) -> None:
     from aioengine.attention.triton import build
@@ -210,7 +208,7 @@ def test_bits_do_not_depend_on_the_batch(sizes: tuple[int, int, int], dtype: tor
 
 
 @pytest.mark.parametrize(("num_heads", "value_size", "more"), [(16, 512, 64), (20, 48, 24)])
-def test_heads_and_their_matmuls_against_torch(num_heads: int, value_size: int, more: int) -> None:
+def test_heads_and_their_matmuls_match_torch(num_heads: int, value_size: int, more: int) -> None:
     dtype = torch.bfloat16
     for num_tokens in (1, 33):
         q = torch.randn(num_tokens, num_heads * (64 + more) + value_size + more, device="cuda", dtype=dtype)
@@ -256,12 +254,14 @@ def test_greedy_in_fp32_equals_transformers(model: tuple[Path, torch.nn.Module],
     assert run(folder, greedy(), depth=1, graphs=graphs, backend=backend, dtype="float32") == expected
 
 
-@pytest.mark.parametrize("model", ["youtu"], indirect=True)  # with experts, rounding sends tokens to others
+@pytest.mark.parametrize(
+    "model", ["youtu"], indirect=True
+)  # with experts, rounding errors change the routing of tokens
 @pytest.mark.parametrize("cost", [0, 1 << 30])
-def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(
+def test_error_of_logits_in_bf16_is_about_that_of_transformers(
     model: tuple[Path, torch.nn.Module], cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the expanded form, and in the absorbed one."""
+    """Checks the expanded and the absorbed form."""
     from aioengine.attention import _latent
     from aioengine.attention.triton import build
 
@@ -287,8 +287,8 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(
 
 
 @pytest.mark.parametrize("rows", [[(40, 1), (100, 1), (16, 30), (0, 200), (0, 77)], [(0, 2)] * 32])
-def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
-    """A padded step in pieces gives the bits of the same step without graphs."""
+def test_graphs_in_pieces_have_the_same_bits(model: tuple[Path, torch.nn.Module], rows: list[tuple[int, int]]) -> None:
+    """A padded step in pieces has the same bits as without graphs."""
     from aioengine.attention.triton import build
 
     device = torch.device("cuda")
@@ -314,8 +314,10 @@ def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], rows: list[tuple[
 
 
 @pytest.mark.parametrize("cost", [0, 1 << 30])
-def test_forms_in_pieces(model: tuple[Path, torch.nn.Module], cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A padded step in pieces gives nearly the numbers of the same step without graphs, in each form."""
+def test_graphs_in_pieces_work_in_each_form(
+    model: tuple[Path, torch.nn.Module], cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each form, a padded step in pieces has nearly the same results as without graphs."""
     from aioengine.attention import _latent
     from aioengine.attention.triton import build
 
@@ -341,8 +343,8 @@ def test_forms_in_pieces(model: tuple[Path, torch.nn.Module], cost: int, monkeyp
     assert float((pool[:, :, 1:] - expected_pool).float().norm() / expected_pool.float().norm()) < 5e-2
 
 
-def test_tokens_in_deterministic_mode(model: tuple[Path, torch.nn.Module]) -> None:
-    """Alone; together, from the prefix cache, in small chunks, without graphs, and with too few pages for all."""
+def test_deterministic_tokens_do_not_depend_on_the_batch(model: tuple[Path, torch.nn.Module]) -> None:
+    """Prompts run alone, together, with prefix hits, in small chunks, without graphs, and with preemptions."""
     samplings = [Sampling(i, temperature=0.0 if i % 4 == 0 else 1.0) for i in range(len(PROMPTS))]
 
     def world(*, graphs: int = 16, chunk_tokens: int = 512, num_pages: int = 256) -> World:

@@ -1,4 +1,4 @@
-"""New weights for a running engine on a GPU, with CUDA graphs: a new engine gives the same answers."""
+"""New weights of a running engine on a GPU with CUDA graphs: answers equal those of a new engine."""
 
 from __future__ import annotations
 

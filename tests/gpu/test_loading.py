@@ -1,4 +1,4 @@
-"""Weights on their way from files to a GPU."""
+"""Loading weights from files to a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kit.gguf_files import stored, write_gguf
 
 @pytest.mark.parametrize("alone_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_every_piece_reaches_its_place(
+def test_every_piece_is_copied_to_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, alone_bytes: int
 ) -> None:
     monkeypatch.setattr(weight_reading, "SMALL_BYTES", alone_bytes)
@@ -44,7 +44,7 @@ def test_every_piece_reaches_its_place(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
-def test_blocks_of_gguf_files_give_the_numbers_of_a_cpu(
+def test_blocks_of_gguf_files_have_the_numbers_of_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(weight_reading, "PIECE_ELEMENTS", 5000)

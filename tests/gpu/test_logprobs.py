@@ -1,4 +1,4 @@
-"""Logprobs on a GPU: those of transformers, with CUDA graphs and without them, also where rows share their prefix."""
+"""Logprobs on a GPU match transformers with and without CUDA graphs, also if rows share a prefix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_logprobs_in_fp32_equal_transformers(saved: on_cpu.Saved, graphs: int, m
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("graphs", [0, 32])
-def test_the_likeliest_token_of_a_greedy_row_is_its_own(saved: on_cpu.Saved, graphs: int, mode: str) -> None:
+def test_most_likely_token_of_a_greedy_row_is_its_token(saved: on_cpu.Saved, graphs: int, mode: str) -> None:
     """Rows that share a long prefix are in another order in the graph."""
     world = world_of(saved.folder, dtype="bfloat16", backend="flashinfer", graphs=graphs, mode=mode)
     rules = LogprobRules(num_top=2)

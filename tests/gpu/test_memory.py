@@ -1,4 +1,4 @@
-"""A GPU that is full: the start says so in words, whatever it was that did not fit."""
+"""If the memory of a GPU is too small, the start fails with a clear error."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def fill(left_mib: int) -> torch.Tensor:
-    """Take the memory of the GPU but for about so much."""
+    """Allocate the memory of the GPU except about this much."""
     torch.cuda.empty_cache()
     torch.zeros(1, device="cuda")
     free = torch.cuda.mem_get_info()[0]
-    for more_mib in range(0, 512, 16):  # what is free cannot always be had to the last byte
+    for more_mib in range(0, 512, 16):  # not all free memory can be allocated
         try:
             return torch.empty(free - ((left_mib + more_mib) << 20), dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError:
@@ -40,7 +40,7 @@ def fill(left_mib: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("left_mib", [0, 600, 1200])
-def test_a_full_gpu_is_told_of(settings: Settings, left_mib: int) -> None:
+def test_full_gpu_is_reported(settings: Settings, left_mib: int) -> None:
     hold = fill(left_mib)
     with pytest.raises(ValueError, match=r"GiB, .* free") as caught:
         build(settings, lambda _: None)
@@ -49,7 +49,7 @@ def test_a_full_gpu_is_told_of(settings: Settings, left_mib: int) -> None:
     torch.cuda.empty_cache()
 
 
-def test_a_pool_that_is_too_large(settings: Settings) -> None:
+def test_pool_that_is_too_large_is_refused(settings: Settings) -> None:
     memory = MemorySettings(page_size=16, num_pages=1 << 30, mem_fraction_static=0.9)
     with pytest.raises(
         ValueError, match=r"a KV pool of .* tokens needs .* GiB, but only .* are available; .* Lower max_total"
@@ -57,8 +57,8 @@ def test_a_pool_that_is_too_large(settings: Settings) -> None:
         build(msgspec.structs.replace(settings, memory=memory), lambda _: None)
 
 
-def test_the_largest_steps_do_not_run_out(tmp_path: Path) -> None:
-    """Nearly all memory goes to the pool; then as many rows as may run, prompts as long as a step, all penalties."""
+def test_largest_steps_fit_into_memory(tmp_path: Path) -> None:
+    """The pool uses nearly all memory. Then the largest steps run: all rows, long prompts and all penalties."""
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **{**HEADS, "vocab_size": 152_000})
     found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None, chunk_tokens=8192)
     settings = msgspec.structs.replace(
@@ -89,7 +89,7 @@ def test_the_largest_steps_do_not_run_out(tmp_path: Path) -> None:
     assert len(ended) == 700
 
 
-def test_the_device_is_described(settings: Settings) -> None:
+def test_device_info_has_the_memory(settings: Settings) -> None:
     memory = MemorySettings(page_size=16, num_pages=64, mem_fraction_static=0.9)
     runner = build(msgspec.structs.replace(settings, memory=memory), lambda _: None)
     assert runner.facts["device_name"] == torch.cuda.get_device_name()

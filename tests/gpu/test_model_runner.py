@@ -1,4 +1,4 @@
-"""The runner under the real scheduler: graphs and eager, overlap or not, FlashInfer and torch, and transformers."""
+"""The runner with the real scheduler, compared with transformers: with and without graphs and overlap, all backends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' own, read again: to change a model's dtype would round the frequencies of its rotation too."""
+    """Load the model with transformers again, because a conversion of dtypes would also round the RoPE frequencies."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
 
 
@@ -117,9 +117,11 @@ def test_windowed_models_in_fp32_equal_transformers(
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "torch"])
-def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(model: tuple[Path, torch.nn.Module], backend: str) -> None:
-    """Greedy tokens of random weights part by rounding alone, so the logits are compared: over all prompts, the
-    error of ours in bf16 against fp32 is at most 1.5 times the error of transformers in bf16.
+def test_error_of_logits_in_bf16_is_about_that_of_transformers(
+    model: tuple[Path, torch.nn.Module], backend: str
+) -> None:
+    """Greedy tokens of random weights may differ by rounding, so logits are compared. Over all prompts, the error in
+    bf16 against fp32 is at most 1.5 times that of transformers in bf16.
     """
     folder, reference = model
     rounded = load(folder, torch.bfloat16)
@@ -144,19 +146,19 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_transformers(model: tuple[Path, t
 
 
 def on_device(given: Given, device: torch.device) -> Given:
-    """The same with its tensors on the device."""
+    """Return the inputs with their tensors on the device."""
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     return replace(given, **{name: each.to(device) for name, each in values.items() if isinstance(each, torch.Tensor)})
 
 
-def test_overlap_changes_nothing(model: tuple[Path, torch.nn.Module]) -> None:
+def test_tokens_are_the_same_with_overlap(model: tuple[Path, torch.nn.Module]) -> None:
     folder, _ = model
     samplings = [Sampling(i, temperature=0.8) for i in range(len(PROMPTS))]
     apart = run(folder, samplings, depth=0, graphs=16, backend="flashinfer")
     assert run(folder, samplings, depth=1, graphs=16, backend="flashinfer") == apart
 
 
-def test_rows_that_need_more_than_a_temperature(model: tuple[Path, torch.nn.Module]) -> None:
+def test_rows_with_all_sampling_parameters_work_in_graphs(model: tuple[Path, torch.nn.Module]) -> None:
     folder, _ = model
     samplings = [
         Sampling(i, temperature=0.7, top_k=20 if i % 2 else -1, repetition_penalty=1.2 if i % 3 else 1.0)
@@ -165,7 +167,7 @@ def test_rows_that_need_more_than_a_temperature(model: tuple[Path, torch.nn.Modu
     with_graphs = run(folder, samplings, depth=1, graphs=16, backend="flashinfer")
     without = run(folder, samplings, depth=0, graphs=0, backend="flashinfer")
     same = sum(ours == theirs for ours, theirs in zip(with_graphs, without, strict=True))
-    assert same >= len(PROMPTS) // 2  # rounding of a batch of another size parts some of them
+    assert same >= len(PROMPTS) // 2  # some differ by rounding in a batch of another size
 
 
 @pytest.mark.parametrize(
@@ -179,9 +181,11 @@ def test_rows_that_need_more_than_a_temperature(model: tuple[Path, torch.nn.Modu
     ],
 )
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-def test_graphs_in_pieces(model: tuple[Path, torch.nn.Module], backend: str, rows: list[tuple[int, int]]) -> None:
-    """A padded step in pieces gives the hidden states, keys and values of the same step without graphs: to the bit
-    where nothing depends on what else is computed.
+def test_graphs_in_pieces_match_eager_steps(
+    model: tuple[Path, torch.nn.Module], backend: str, rows: list[tuple[int, int]]
+) -> None:
+    """A padded step in pieces has the hidden states, keys and values of the same step without graphs. They are equal
+    bit for bit with batch invariance.
     """
     device, is_exact = torch.device("cuda"), backend == "triton"
     config = json.loads((model[0] / "config.json").read_bytes())

@@ -1,5 +1,5 @@
-"""Processes on a GPU are killed in the middle of many streams; in deterministic mode text and tokens are those of an
-undisturbed run.
+"""Processes on a GPU are killed during many streams. In deterministic mode, text and tokens equal those of a run
+without kills.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Answer = tuple[str, list[int], object]
 
 
 class Crowd:
-    """Streams of different lengths and samplings, all asked at once. When so many tokens have come in all as
-    ``moments`` says, the process of ``role`` that lives then is killed.
+    """Many concurrent streams of different lengths and sampling parameters. At each number of received tokens in
+    ``moments``, the current process of ``role`` is killed.
 
-    caught: at each kill, streams in their middle and streams without a token.
+    caught: numbers of started streams and of streams without a token at each kill.
     """
 
     def __init__(self, engine: AsyncEngine, role: str = "", moments: tuple[int, ...] = ()) -> None:
@@ -80,8 +80,8 @@ class Crowd:
         num_tokens = sum(len(ids) for _, ids, _ in self.answers)
         if self.moments and num_tokens >= self.moments[0] and health["state"] == "running":
             self.moments.pop(0)
-            in_their_middle = sum(bool(ids) and reason is None for _, ids, reason in self.answers)
-            self.caught.append((in_their_middle, sum(not ids for _, ids, _ in self.answers)))
+            num_started = sum(bool(ids) and reason is None for _, ids, reason in self.answers)
+            self.caught.append((num_started, sum(not ids for _, ids, _ in self.answers)))
             [pid] = [one["pid"] for one in health["processes"] if one["role"] == self.role]
             os.kill(pid, signal.SIGKILL)
 
@@ -113,7 +113,7 @@ async def check_recovery(folder: Path, roles: list[str], **options: Any) -> None
             found = await crowd.ask_all()
             num_restarts += len(moments)
             assert engine.stats()["num_restarts"] == num_restarts, "each kill was noticed"
-            assert all(in_their_middle for in_their_middle, _ in crowd.caught), crowd.caught
+            assert all(num_started for num_started, _ in crowd.caught), crowd.caught
             assert crowd.caught[0][1] > 0, "some had not begun"
             for number, pair in enumerate(zip(found, expected, strict=True)):
                 assert pair[0] == pair[1], f"stream {number}, {role} killed"

@@ -1,4 +1,4 @@
-"""Requests that ask for more on a GPU: with and without CUDA graphs and overlap, beside plain rows."""
+"""Requests with grammars, processors, hidden states and embeddings on a GPU, in batches with plain rows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int, monke
 
 @WAYS
 def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: int, depth: int) -> None:
-    """In a graph, where the step is small, and outside of it."""
+    """Small steps run in a graph, and large ones outside of it."""
     grammar = grammar_of(regex="[ab]hello, these words are forced[cd]{2,4}!")
     found: list[list[list[int]]] = []
     num_steps: list[int] = []
@@ -97,7 +97,7 @@ def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: in
 
 
 @WAYS
-def test_tokens_that_are_ruled_out_do_not_come(saved: Saved, graphs: int, depth: int) -> None:
+def test_excluded_tokens_are_not_sampled(saved: Saved, graphs: int, depth: int) -> None:
     world = saved.world(graphs=graphs, depth=depth)
     greedy = Sampling(0, temperature=0.0)
     plain = world.submit(PROMPT, greedy)
@@ -118,7 +118,7 @@ def test_tokens_that_are_ruled_out_do_not_come(saved: Saved, graphs: int, depth:
 
 
 @WAYS
-def test_custom_processors(saved: Saved, graphs: int, depth: int) -> None:
+def test_custom_processors_change_their_rows(saved: Saved, graphs: int, depth: int) -> None:
     world = saved.world(graphs=graphs, depth=depth)
     plain = world.submit(PROMPT, Sampling(0, temperature=0.0))
     forced = world.submit(PROMPT, custom(FORCE, token=7))
@@ -134,7 +134,9 @@ def test_custom_processors(saved: Saved, graphs: int, depth: int) -> None:
 
 @WAYS
 @pytest.mark.parametrize("chunk_tokens", [16, 512])
-def test_hidden_states_and_embeddings(saved: Saved, graphs: int, depth: int, chunk_tokens: int) -> None:
+def test_hidden_states_and_embeddings_match_transformers(
+    saved: Saved, graphs: int, depth: int, chunk_tokens: int
+) -> None:
     world = saved.world(graphs=graphs, depth=depth, chunk_tokens=chunk_tokens)
     embeds = saved.theirs.get_input_embeddings().weight[PROMPT].float().cpu().numpy().tobytes()
     wanted = Sampling(0, temperature=0.0, hidden_states=ALL_STATES)

@@ -1,4 +1,4 @@
-"""The host prepares and queues steps; it never waits for the device before it collects."""
+"""The host launches steps without waiting for the device. It waits only when it collects results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch says so at its first use
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch warns at the first use
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
 @pytest.mark.parametrize("graphs", [0, 16])
-def test_a_launch_waits_for_nothing(tmp_path: Path, backend: str, graphs: int) -> None:
+def test_launch_does_not_wait_for_the_device(tmp_path: Path, backend: str, graphs: int) -> None:
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **HEADS)
     settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, chunk_tokens=64)
     runner = msgspec.structs.replace(
@@ -39,7 +39,7 @@ def test_a_launch_waits_for_nothing(tmp_path: Path, backend: str, graphs: int) -
     launched: list[int] = []
 
     def launch(plan: StepPlan) -> Ticket:
-        torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises now
+        torch.cuda.set_sync_debug_mode("error")  # operations that wait for the device raise now
         try:
             return plain(plan)
         finally:
