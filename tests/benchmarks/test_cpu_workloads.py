@@ -10,7 +10,7 @@ from benchmarks.cpu.workloads import compare, line
 
 
 class FixedPeer:
-    """Needs this many seconds for every call."""
+    """Takes this many seconds per call."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

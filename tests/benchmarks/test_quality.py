@@ -21,7 +21,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[quality.Text]:
     return quality.unseen_texts(8)
 
 
-def test_texts_are_not_among_those_of_the_training(texts: list[quality.Text]) -> None:
+def test_texts_are_not_part_of_the_training_data(texts: list[quality.Text]) -> None:
     tokenizer = quality.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     trained = {"".join(segment.text for segment in document) for document in write_corpus(1000, 0)}
     found = {tokenizer.decode(text.ids, skip_special_tokens=False) for text in texts}
@@ -42,7 +42,7 @@ def test_quantized_demo_model_is_close_to_the_plain_one(name: str, texts: list[q
 
 
 @pytest.mark.parametrize(("name", "limit"), [("gptq-order", 0.005), ("w8a8", 0.02)])
-def test_products_are_those_of_the_dequantized_weight(name: str, limit: float) -> None:
+def test_products_equal_those_of_the_dequantized_weight(name: str, limit: float) -> None:
     method = quality.METHODS[name]
     error = quality.product_error(method, torch.float32, torch.device("cpu"))
     assert 0 < error < limit

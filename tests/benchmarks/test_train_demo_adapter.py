@@ -1,4 +1,4 @@
-"""The adapters of the demo model: a few steps write folders that can be served."""
+"""Training an adapter of the demo model for a few steps writes a folder that can be served."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ def test_two_steps_write_a_folder_that_transformers_reads(tmp_path: Path) -> Non
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(DEMO_MODEL).chat_template
 
 
-def test_the_corpus_follows_from_its_seed() -> None:
+def test_corpus_depends_only_on_its_seed() -> None:
     documents = corpus.write_corpus(NUM_DOCUMENTS, 3)
     assert documents == corpus.write_corpus(NUM_DOCUMENTS, 3)
     assert documents != corpus.write_corpus(NUM_DOCUMENTS, 4)
     assert all(document[-1].text == "<|endoftext|>" and document[-1].learned for document in documents)
 
 
-def test_chats_of_the_corpus_look_as_the_chat_template_writes_them() -> None:
+def test_chats_of_the_corpus_follow_the_chat_template() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     texts = ["".join(segment.text for segment in document) for document in corpus.write_corpus(NUM_DOCUMENTS, 5)]
     chats = [text for text in texts if text.startswith("<|im_start|>")]

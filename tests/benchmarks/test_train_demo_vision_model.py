@@ -1,4 +1,4 @@
-"""The tiny vision model: its pictures, and two steps that write a complete folder."""
+"""The training of the tiny vision model: its pictures, and two steps that write a complete folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_steps_write_a_complete_folder(tmp_path: Path) -> None:
     assert (inputs["input_ids"] == config["image_token_index"]).sum() == config["image_seq_length"] == 9
 
 
-def test_batches_are_drawn_from_the_seed_and_hold_all_that_is_learned() -> None:
+def test_batches_depend_only_on_the_seed_and_have_labels_for_answers_only() -> None:
     processor = training.make_processor(training.make_tokenizer())
     batch = training.make_batch(processor, Random(3), 4)
     again = training.make_batch(processor, Random(3), 4)
@@ -50,7 +50,7 @@ def test_batches_are_drawn_from_the_seed_and_hold_all_that_is_learned() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_shape_is_drawn_at_its_place_in_its_colour(form: str) -> None:
+def test_shape_has_its_place_and_colour(form: str) -> None:
     for place in range(len(PLACES)):
         pixels = np.asarray(draw([Shape("blue", form, place)], 90))
         assert tuple(pixels[45, 30 * place + 15]) == ImageColor.getrgb(COLOURS["blue"])
@@ -58,7 +58,7 @@ def test_a_shape_is_drawn_at_its_place_in_its_colour(form: str) -> None:
         assert (pixels[:, 30 * (place + 1) :] == 255).all()
 
 
-def test_answers_are_true_of_their_pictures() -> None:
+def test_answers_describe_their_pictures() -> None:
     random = Random(0)
     asked: set[str] = set()
     for _ in range(200):

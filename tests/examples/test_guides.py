@@ -1,7 +1,7 @@
-"""Every piece of code in README and in the guides runs, and prints what the page says.
+"""All code in README and the guides runs, and prints the output on the page.
 
-A block of Python that imports an engine is a program. The first one runs in a process of its own, the others in the
-process of the tests. All other blocks are pieces: they run one after the other, page by page, in a running loop with
+A block of Python that imports an engine is a program. The first one runs in its own process, and the others in the
+process of the tests. All other blocks are pieces. The pieces of a page run one after the other in a running loop with
 ``engine`` (an ``AsyncEngine``) and ``llm`` (an ``Engine``), as the list of guides says. Shell lines run if they call
 ``aioengine``.
 """
@@ -55,7 +55,7 @@ def is_program(block: Block) -> bool:
 
 
 def is_served(block: Block) -> bool:
-    """README's server; tests/examples/test_servers.py runs it."""
+    """Return whether this is README's server, which tests/examples/test_servers.py runs."""
     return "FastAPI(" in block.code
 
 
@@ -87,7 +87,7 @@ def run(command: list[str], given: str | None = None) -> str:
 FIRST, *OTHERS = found("python", programs=True)
 
 
-def test_first_program_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_first_program_runs_in_its_own_process(tmp_path: Path) -> None:
     file = tmp_path / "first.py"
     file.write_text(FIRST[1].code, encoding="utf-8")
     assert run([sys.executable, "-W", "error", str(file)])
@@ -97,7 +97,7 @@ def test_first_program_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_a_program_runs(
     block: Block, llm: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the engine that tests share, unless the program configures its own."""
+    """The program uses a shared engine, unless it configures its own."""
 
     def engine_of(*arguments: Any, **options: Any) -> AbstractContextManager[Engine]:
         return Engine(*arguments, **options) if arguments or options else nullcontext(llm)
@@ -119,7 +119,7 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loop() -> asyncio.AbstractEventLoop:
-    """The loop of ``engine``. It does not run during a test that is no coroutine."""
+    """The loop of ``engine``. It does not run during synchronous tests."""
     return asyncio.get_running_loop()
 
 
@@ -130,8 +130,8 @@ def llm() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def model_that_sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LLaVA, tiny and untrained."""
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny, untrained LLaVA."""
     folder = tmp_path_factory.mktemp("llava")
     save_vision_model("llava", folder)
     add_image_files(folder, "llava", IMAGE, VOCAB_SIZE)
@@ -144,7 +144,7 @@ async def test_the_pieces_of_a_page_run(
     page: Path, engine: AsyncEngine, llm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the pages do not remove their temporary folders
-    if page == GUIDES / "README.md":  # it only starts and ends the engines of the other pages
+    if page == GUIDES / "README.md":  # this page starts and ends the engines of the other pages
         monkeypatch.setattr(aioengine, "Engine", fake_engine)
         monkeypatch.setattr(aioengine, "AsyncEngine", fake_async_engine)
     await run_pieces(page, {"engine": engine, "llm": llm, "asyncio": asyncio})
@@ -152,10 +152,10 @@ async def test_the_pieces_of_a_page_run(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_pieces_of_the_page_about_images_run(
-    model_that_sees: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vision_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Engine(model_that_sees, device="cpu") as vlm:
+    with Engine(vision_model, device="cpu") as vlm:
         await run_pieces(IMAGES, {"vlm": vlm, "engine": vlm, "asyncio": asyncio})
 
 
@@ -166,8 +166,8 @@ async def run_pieces(page: Path, names: dict[str, Any]) -> None:
 
 
 async def run_piece(block: Block, names: dict[str, Any], name: str) -> str:
-    """What the block prints."""
-    padded = "\n" * block.line + block.code  # so that a traceback has the line of the page
+    """Run a block, and return its output."""
+    padded = "\n" * block.line + block.code  # line numbers of tracebacks are those of the page
     code = compile(padded, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     with redirect_stdout(StringIO()) as printed:
         result = eval(code, names)
@@ -190,7 +190,7 @@ def test_a_shell_line_runs(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """In this process, on an engine that tests share. The configuration of the line is only checked."""
+    """The line runs in this process with a shared engine. Its configuration is only checked."""
     first, _, second = line.rpartition(" | ")
     given = run(shlex.split(first)) if first else ""
     command = shlex.split(second)
@@ -211,7 +211,7 @@ def test_a_shell_line_runs(
     with (tmp_path / "given").open(encoding="utf-8") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         with pytest.raises(SystemExit) as ended:
-            sys.exit(main(command[1:]))  # --version exits itself
+            sys.exit(main(command[1:]))  # --version exits
     assert ended.value.code == 0
     printed = capsys.readouterr()
     assert printed.out.strip()

@@ -1,4 +1,4 @@
-"""Every example runs as it stands, says what it promises, and leaves nothing behind."""
+"""Every example runs unchanged, prints the expected output, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_example_is_short(name: str) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_script_runs_in_a_process_of_its_own() -> None:
+def test_a_script_runs_in_its_own_process() -> None:
     """In Python's development mode, with warnings as errors."""
     command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES / ALONE)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -119,12 +119,12 @@ def test_a_script_runs_on_a_shared_engine(
     printed = capsys.readouterr()
     assert re.search(SCRIPTS[name], printed.out, re.DOTALL), printed.out
     if name == "05_batch.py":
-        assert printed.err.endswith("10 prompt tokens, 39 output tokens\n")  # of all prompts
+        assert printed.err.endswith("10 prompt tokens, 39 output tokens\n")  # it is that of all prompts
     assert wait_until(lambda: llm.stats()["num_streams"] == llm.stats()["num_sessions"] == 0)
 
 
 @pytest.mark.process
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # a warning of peft
 @pytest.mark.parametrize("name", ["10_adapters.py", pytest.param("11_images.py", marks=pytest.mark.slow)])
 def test_script_runs_with_the_trained_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -137,7 +137,7 @@ def test_script_runs_with_the_trained_model(
 
 
 def train_a_little(name: str, folder: Path) -> None:
-    """One step of what the script would train, into this folder."""
+    """Run one training step of the script into this folder."""
     if name == "11_images.py":
         processor = vision.make_processor(vision.make_tokenizer())
         model = vision.make_model(processor.tokenizer)
@@ -158,7 +158,7 @@ def cells() -> list[str]:
 
 @pytest.mark.process
 async def test_the_notebook_runs_inside_a_running_loop(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a notebook does it: cells are run by the loop's own thread, one after the other, with await at the top."""
+    """Cells run one after the other on the loop's thread, and may have ``await`` at the top level."""
     assert asyncio.get_running_loop().is_running()
     names: dict[str, Any] = {}
     for cell in cells():
@@ -178,6 +178,6 @@ async def run_cell(code: CodeType, names: dict[str, Any]) -> None:
         await result
 
 
-def test_the_notebook_is_clean() -> None:
+def test_the_notebook_has_no_outputs() -> None:
     notebook = json.loads(Path(EXAMPLES / "notebook.ipynb").read_text())
     assert all(not cell.get("outputs") for cell in notebook["cells"])

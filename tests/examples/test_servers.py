@@ -1,4 +1,4 @@
-"""The example servers do what servers must: stream, refuse when full, abort on disconnect, drain on SIGTERM."""
+"""The example servers stream, refuse requests if they are full, abort on disconnect, and drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ IDLE = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
 
 
 class Server:
-    """An example server in a process of its own: one request runs, one waits, more are refused."""
+    """An example server in its own process. One request runs, one waits, and more are refused."""
 
     def __init__(self, name: str, *start: str) -> None:
-        """start: Python's arguments before the path of the example."""
+        """start: arguments of Python before the path of the example."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -64,7 +64,7 @@ class Server:
         assert wait_until(is_healthy, 60, every_s=0.1)
 
     def addresses(self) -> set[str]:
-        """Where it listens."""
+        """Return the addresses on which it listens."""
         found = psutil.Process(self.process.pid).net_connections("tcp")
         return {entry.laddr.ip for entry in found if entry.status == psutil.CONN_LISTEN}
 
@@ -108,11 +108,11 @@ def ask(prompt: object, params: Mapping[str, object] | None = None) -> dict[str,
     return {"prompt": prompt, "sampling_params": params}
 
 
-def test_it_is_reached_from_this_machine_alone(server: Server) -> None:
+def test_server_listens_only_on_this_machine(server: Server) -> None:
     assert server.addresses() == {"127.0.0.1"}
 
 
-def test_it_streams(server: Server) -> None:
+def test_server_streams(server: Server) -> None:
     params = {"temperature": 0, "max_new_tokens": 8}
     with server.client.stream("POST", "/generate", json=ask("The capital of France is", params)) as response:
         assert response.status_code == 200
@@ -152,7 +152,7 @@ def test_bad_input_is_status_400_with_the_reason(server: Server, body: dict[str,
     assert word in response.text
 
 
-def test_a_body_that_is_no_object_is_refused_in_words(server: Server) -> None:
+def test_body_that_is_not_an_object_is_refused_with_the_reason(server: Server) -> None:
     response = server.client.post("/generate", json=[1])
     assert response.status_code == 400
     assert re.search("mapping|dictionary", response.text)
@@ -176,7 +176,7 @@ UNREADABLE: dict[str, tuple[bytes, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_a_request_that_cannot_be_read_is_status_400_in_few_words(server: Server, what: str) -> None:
+def test_unreadable_request_is_status_400_with_a_short_reason(server: Server, what: str) -> None:
     content, headers = UNREADABLE[what]
     response = server.client.post("/generate", content=content, headers={"content-type": JSON} | headers)
     assert response.status_code == 400
@@ -185,7 +185,7 @@ def test_a_request_that_cannot_be_read_is_status_400_in_few_words(server: Server
 
 
 @pytest.mark.parametrize("charset", ["nosuch", "hex", "a b", "utf-16"])
-def test_a_charset_is_not_looked_up(server: Server, charset: str) -> None:
+def test_charset_of_the_client_is_ignored(server: Server, charset: str) -> None:
     headers = {"content-type": f'{JSON}; charset="{charset}"'}
     body = json.dumps(ask("Hi", {"max_new_tokens": 1})).encode()
     assert server.client.post("/generate", content=body, headers=headers).status_code == 200
@@ -197,7 +197,7 @@ def test_a_field_that_does_not_exist_is_refused_by_name(server: Server) -> None:
     assert "tenant" in response.text
 
 
-def test_a_client_that_goes_away_frees_its_request(server: Server) -> None:
+def test_client_that_disconnects_aborts_its_stream(server: Server) -> None:
     aborted = server.stats()["num_aborted"]
     with server.client.stream("POST", "/generate", json=ask("Once upon a time", LONG)) as response:
         next(events(response))
@@ -224,7 +224,7 @@ def test_whole_answer_is_one_json_object(server: Server) -> None:
 
 
 def post(body: dict[str, object]) -> bytes:
-    """The bytes of a request, for tests that close the connection themselves."""
+    """Return the bytes of a request, for tests that close the connection themselves."""
     content = json.dumps(body).encode()
     head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: {JSON}\r\ncontent-length: {len(content)}"
     return head.encode() + b"\r\n\r\n" + content
@@ -238,7 +238,7 @@ async def test_fastapi_server_notices_a_disconnect_behind_a_middleware() -> None
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         await until(lambda: server.started)
-        await engine.pause_generation("in_place")  # the answer never ends by itself
+        await engine.pause_generation("in_place")  # the answer has no end
         _, writer = await asyncio.open_connection(*listening.getsockname())
         writer.write(post(ask("Hi", LONG) | {"stream": False}))
         await until(lambda: engine.stats()["num_streams"] == 1)
@@ -255,8 +255,8 @@ def test_a_constraint_that_the_compiler_refuses_is_status_400(server: Server, pa
     assert "cannot be enforced" in response.text
 
 
-def test_clients_that_go_away_at_any_moment_leave_nothing(server: Server) -> None:
-    """Before the answer began, in the middle of it, behind its end; some are refused, since the server is full."""
+def test_clients_that_disconnect_at_any_moment_leave_nothing(server: Server) -> None:
+    """Clients disconnect before, during and after the answer. Some are refused, because the server is full."""
     draw = random.Random(2)
     data = post(ask("Once upon a time", LONG | {"max_new_tokens": 30}))
     for _ in range(40):
@@ -272,7 +272,7 @@ def test_clients_that_go_away_at_any_moment_leave_nothing(server: Server) -> Non
 def test_a_full_server_answers_503_with_retry_after(server: Server) -> None:
     body = ask("Once upon a time", LONG)
     with server.client.stream("POST", "/generate", json=body) as running:
-        chunks = events(running)  # kept: a generator that is dropped closes the connection
+        chunks = events(running)  # a dropped generator would close the connection
         next(chunks)
         with server.client.stream("POST", "/generate", json=body):
             response = server.client.post("/generate", json=body)
@@ -364,7 +364,7 @@ def test_reconnecting_client_continues_after_the_last_event(server: Server) -> N
 
 
 def module(name: str) -> Any:
-    """An example server, imported."""
+    """Import an example server."""
     spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / "examples" / name)
     assert spec is not None
     assert spec.loader is not None
@@ -401,7 +401,7 @@ def test_several_answers_come_in_events_without_ids(server: Server, body: dict[s
     assert {chunk["index"] for chunk in chunks if chunk["meta_info"]["finish_reason"]} == {0, 1}
 
 
-def test_the_server_of_the_readme() -> None:
+def test_server_of_the_readme_streams_and_drains() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(next(block for block in blocks if "FastAPI(" in block), names)

@@ -1,4 +1,4 @@
-"""A real server for the tests of a module: uvicorn on its own thread, with an engine on its loop."""
+"""A real server for the tests of a module: uvicorn and an engine on a thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Served:
         return self.client.post(path, json=body, **options)
 
     def call(self, coroutine: Any) -> Any:
-        """The result of a coroutine that runs on the server's loop."""
+        """Run a coroutine on the server's loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def wait_until_idle(self) -> None:

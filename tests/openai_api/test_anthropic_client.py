@@ -1,4 +1,4 @@
-"""Anthropic's own client: messages, tools, thinking, events."""
+"""Anthropic's client: messages, tools, thinking, events."""
 
 from __future__ import annotations
 

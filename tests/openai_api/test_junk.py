@@ -1,4 +1,4 @@
-"""No body makes the server fail: every value of valid bodies is replaced by values of other types."""
+"""Invalid bodies never make the server fail. Each value of valid bodies is replaced by values of other types."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in a body."""
+def paths_in(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Return the paths of all values in a body."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield (*path, key)
-        yield from places(entry, (*path, key))
+        yield from paths_in(entry, (*path, key))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_junk_in_a_body_is_never_an_error_of_the_server(server: Served, path: st
         assert "grammars" in server.post(path, body).text, "only the fake model refuses it"
     elif path not in ("/v1/rerank", "/v1/embeddings"):
         assert server.post(path, body).status_code == 200
-    for place in places(body):
+    for place in paths_in(body):
         for junk in JUNK:
             changed = copy.deepcopy(body)
             inner: Any = changed

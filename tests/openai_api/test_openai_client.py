@@ -1,4 +1,4 @@
-"""OpenAI's own client against the guide's app with the demo model: chats, completions, streams, formats."""
+"""OpenAI's client with the app of the guide and the demo model: chats, completions, streams, formats."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_asynchronous_client_streams(server: Served) -> None:
     assert "Lima" in text
 
 
-def test_stream_helper_of_the_client_reads_our_events(client: openai.OpenAI) -> None:
+def test_stream_helper_of_the_client_reads_the_events(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=PERU, temperature=0) as stream:
         done = stream.get_final_completion()
     assert "Lima" in (done.choices[0].message.content or "")
@@ -166,7 +166,7 @@ def test_answer_has_the_format(client: openai.OpenAI, case: str) -> None:
     assert re.fullmatch(pattern, choice.message.content or "")
 
 
-def test_any_json_object(client: openai.OpenAI) -> None:
+def test_answer_may_be_any_json_object(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(
         model=MODEL, messages=PERU, response_format={"type": "json_object"}, seed=1, max_tokens=60
     ).choices[0]

@@ -1,4 +1,4 @@
-"""The page at /, in a real browser: chat, settings, images, load, keyboard, narrow windows, dark mode, names."""
+"""The page at / in a real browser: chat, settings, images, load, keyboard, narrow windows, dark mode, labels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def say(page: Page, text: str) -> None:
 
 
 def bodies(page: Page) -> list[dict[str, Any]]:
-    """The bodies of the requests for answers."""
+    """Return the bodies of the requests for answers."""
     requests = [event["request"] for event in page.of_event("Network.requestWillBeSent")]
     return [json.loads(request["postData"]) for request in requests if "postData" in request]
 
@@ -95,7 +95,7 @@ def test_a_conversation_is_sent_and_its_answers_are_shown(page: Page) -> None:
     assert first.keys() == {"model", "messages", "stream", "stream_options"}
     facts = re.search(r"(\d+) tokens, ([\d.]+) tokens/s, first after [\d.]+ s, (\d+) tokens of prompt", texts[1])
     assert facts is not None
-    assert int(facts[1]) == len("Paris.") + 1  # one token for each byte, and the end
+    assert int(facts[1]) == len("Paris.") + 1  # one token per byte, and the end token
     assert float(facts[2]) > 0
 
 
@@ -128,7 +128,7 @@ def test_settings_are_sent_and_kept(page: Page, server: Served) -> None:
     assert "cut at the maximum length" in articles(page)[1]
 
 
-def test_an_answer_can_be_stopped_and_asked_for_again(page: Page, server: Served) -> None:
+def test_answer_can_be_stopped_and_repeated(page: Page, server: Served) -> None:
     page.type("A long text")
     page.press("Enter")
     page.wait("document.querySelector('article.assistant > .text').innerText.length > 20")
@@ -160,7 +160,7 @@ def test_the_load_of_the_engine_is_shown(page: Page, server: Served) -> None:
     assert page.value("document.querySelector('#history polyline').getAttribute('points').length") > 0
 
 
-def test_an_error_is_shown_and_the_conversation_goes_on(page: Page) -> None:
+def test_error_is_shown_and_the_conversation_continues(page: Page) -> None:
     page.value("document.querySelector('[name=key]').value = 'wrong'")
     say(page, "France")
     assert "the API key is missing or wrong" in articles(page)[1]
@@ -213,7 +213,7 @@ def test_every_control_has_a_name_and_can_be_reached_by_the_keyboard(page: Page)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_has_contrast(page: Page, dark: bool) -> None:
+def test_text_has_enough_contrast(page: Page, dark: bool) -> None:
     page.show(1200, 800, dark=dark)
     say(page, "France")
     pairs = page.value(COLORS)
@@ -224,7 +224,7 @@ def test_text_has_contrast(page: Page, dark: bool) -> None:
 
 
 def luminance(color: str) -> float:
-    """The relative luminance of "rgb(r, g, b)", as WCAG defines it."""
+    """Return the relative luminance of "rgb(r, g, b)" as defined by WCAG."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -235,7 +235,7 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_phone_shows_everything_in_its_width(page: Page, server: Served) -> None:
+def test_page_fits_the_width_of_a_phone(page: Page, server: Served) -> None:
     page.show(360, 640)
     page.open(server.url)
     page.wait("document.querySelector('#model').options.length")
@@ -254,7 +254,7 @@ def test_a_phone_shows_everything_in_its_width(page: Page, server: Served) -> No
     assert page.value("document.documentElement.scrollWidth") == 360
 
 
-def test_no_other_host_is_asked_and_nothing_fails(page: Page, server: Served) -> None:
+def test_page_requests_no_other_host_and_has_no_errors(page: Page, server: Served) -> None:
     page.open(server.url)
     page.wait("document.querySelector('#model').options.length")
     say(page, "France")
@@ -265,7 +265,7 @@ def test_no_other_host_is_asked_and_nothing_fails(page: Page, server: Served) ->
     assert [entry["text"] for entry in entries if entry["level"] in ("error", "warning")] == []
 
 
-def test_the_page_is_one_file_without_addresses(server: Served) -> None:
+def test_page_has_no_external_addresses(server: Served) -> None:
     response = httpx.get(server.url)
     assert response.status_code == 200
     assert response.text == FILE.read_text(encoding="utf-8")

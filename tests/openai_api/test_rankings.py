@@ -42,6 +42,6 @@ def test_texts_of_different_number_are_refused(server: Served) -> None:
     assert server.post("/score", {"text_1": "a"}).status_code == 400
 
 
-def test_encoder_answers_no_chats(server: Served) -> None:
+def test_chat_with_an_encoder_is_refused(server: Served) -> None:
     response = server.post("/v1/completions", {"prompt": "Hi"})
     assert response.status_code == 400

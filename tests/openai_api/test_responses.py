@@ -39,7 +39,7 @@ def test_response_has_text_and_usage(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(answer.id).output_text == "Hello."
 
 
-def test_previous_response_is_continued(client: openai.OpenAI) -> None:
+def test_response_continues_the_previous_one(client: openai.OpenAI) -> None:
     first = client.responses.create(model="fake", input="Hi")
     second = client.responses.create(model="fake", input="Again", previous_response_id=first.id)
     assert second.output_text == "Hello again."

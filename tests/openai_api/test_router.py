@@ -132,7 +132,7 @@ def test_wrong_request_is_status_400_with_the_reason(server: Served, case: str, 
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{", b'{"a": "\xff"}', b"[" * 9000 + b"]" * 9000, b'{"prompt": "\\ud800"}']
 )
-def test_body_that_is_no_json_object_is_status_400(server: Served, content: bytes) -> None:
+def test_body_that_is_not_a_json_object_is_status_400(server: Served, content: bytes) -> None:
     response = server.client.post("/v1/completions", content=content)
     assert response.status_code == 400
     assert len(response.content) < 500
@@ -175,7 +175,7 @@ def test_metrics_count_the_requests_of_the_server(server: Served) -> None:
     path = "/v1/completions"
 
     def numbers() -> list[float]:
-        """The number of ended requests, and of requests by status."""
+        """Return the number of ended requests, and the numbers of requests by status."""
         families = text_string_to_metric_families(server.client.get("/metrics").text)
         samples = [sample for family in families for sample in family.samples]
         by_status = {
@@ -219,7 +219,7 @@ def test_full_server_is_status_429_with_retry_after_and_not_ready(server: Served
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_client_that_disconnects_aborts_its_request(server: Served, path: str, stream: bool) -> None:
-    server.call(server.engine.pause_generation("in_place"))  # the answer never ends by itself
+    server.call(server.engine.pause_generation("in_place"))  # the answer has no end
     body = chat("Hi", stream=stream) if path == CHAT else LONG | {"stream": stream}
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nx-api-key: first\r\ncontent-length: {len(content)}\r\n\r\n"
@@ -248,7 +248,7 @@ def test_answer_that_the_server_ends_is_an_error(server: Served, path: str) -> N
 
 
 def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of a stream: id and data."""
+    """Return the ids and data of the events of a stream."""
     event_id = ""
     for line in response.iter_lines():
         if line.startswith("id: "):

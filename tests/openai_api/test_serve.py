@@ -1,4 +1,4 @@
-"""``aioengine serve``: it answers probes while it starts, drains on SIGTERM, and fails in one line."""
+"""``aioengine serve`` answers probes while it starts, drains on SIGTERM, and prints errors as one line."""
 
 from __future__ import annotations
 

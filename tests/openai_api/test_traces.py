@@ -1,4 +1,4 @@
-"""The trace of a client reaches the observers of the engine, and its key does not."""
+"""Observers of the engine receive the trace of a client, but not its key."""
 
 from __future__ import annotations
 
