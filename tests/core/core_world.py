@@ -1,4 +1,4 @@
-"""A small world around SchedulerCore: submits, steps, records the output, and checks invariants after each step."""
+"""Runs SchedulerCore with a fake runner: submits, steps, records the output, and checks invariants after each step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def submit_of(
     arrived_at: float = 0.0,
     temperature: float = 0.0,
 ) -> Submit:
-    """A request with the defaults of these tests: eight output tokens, greedy."""
+    """Return a greedy request with eight output tokens by default."""
     sampling = Sampling(seed=uid, temperature=temperature)
     return Submit(uid, prompt, sampling, limits or Limits(max_new_tokens=8), TextRules(), priority, arrived_at)
 
@@ -162,7 +162,7 @@ class World:
             self.core.requests.submit(submit)
 
     def abort(self, uids: Iterable[int], code: FinishCode = FinishCode.ABORT) -> None:
-        """With STOP only for requests that have text, as the detokenizer does it."""
+        """Abort requests. Like the detokenizer, use STOP only for requests with text."""
         if code is FinishCode.STOP:
             uids = [uid for uid in uids if uid in self.opened and uid not in self.ended]
             self.stopped.update(uids)
@@ -230,11 +230,11 @@ class World:
         return reference_output(submit.prompt_token_ids, submit.sampling, submit.limits, self.model)
 
     def rows_of(self, step: int) -> list[Row]:
-        """The rows of a step, counted from 1. Empty if there was no such step."""
+        """Return the rows of a step, counted from 1, or an empty list if there was no such step."""
         return self.runner.plans[step - 1].rows if step <= len(self.runner.plans) else []
 
     def check_all_over(self) -> None:
-        """Nothing is left, nothing leaked, every request ended once, every token and vector is the reference's."""
+        """Check that every request ended once with the tokens and vectors of the reference, and that nothing leaked."""
         stats = self.core.scheduler.stats(self.now)
         assert not self.core.has_work
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -258,7 +258,7 @@ def settings_of(**changes: int | str | bool) -> SchedulerSettings:
 
 
 def random_requests(rng: random.Random, *, count: int, max_prompt: int, max_output: int) -> list[Submit]:
-    """Requests with all kinds of limits. Many share prefixes."""
+    """Return requests with all kinds of limits. Many share prefixes."""
     trunk = [rng.randrange(50) for _ in range(max_prompt)]
     submits: list[Submit] = []
     for uid in range(count):

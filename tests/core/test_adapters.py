@@ -158,7 +158,7 @@ def test_a_suspended_request_uses_no_slot(adapters: dict[str, Adapter]) -> None:
         world.step()
     world.submit(with_adapter(submit_of(2, [1], limits=Limits(max_new_tokens=30)), adapters["c"]))
     world.step()
-    world.close_gate([2], Gate.SUSPENDED)  # in line, or just released
+    world.close_gate([2], Gate.SUSPENDED)  # waiting, or just released
     world.open_gate([0], Gate.SUSPENDED)
     while 0 not in world.ended:
         world.step()
@@ -167,7 +167,7 @@ def test_a_suspended_request_uses_no_slot(adapters: dict[str, Adapter]) -> None:
     world.check_all_over()
 
 
-def test_requests_that_end_while_they_wait_leave_the_line(adapters: dict[str, Adapter]) -> None:
+def test_requests_that_end_while_they_wait_leave_the_queue(adapters: dict[str, Adapter]) -> None:
     world = world_of(1)
     for uid, name in enumerate("abc"):
         world.submit(with_adapter(submit_of(uid, [1]), adapters[name]))
@@ -202,7 +202,7 @@ def test_random_requests_over_many_adapters_lose_nothing(adapters: dict[str, Ada
     world.check_all_over()
 
 
-def test_few_are_kept_in_memory_and_all_are_served(adapters: dict[str, Adapter]) -> None:
+def test_few_adapters_are_kept_in_memory_and_all_are_served(adapters: dict[str, Adapter]) -> None:
     world = world_of(1)
     world.copies._max_number = 1
     for uid in range(20):
@@ -266,9 +266,7 @@ def test_an_unreadable_adapter_fails_only_its_requests(adapters: dict[str, Adapt
     assert world.ended[5].code is FinishCode.LENGTH
 
 
-def test_a_copy_that_fails_ends_the_requests_in_line(
-    adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_copy_ends_the_waiting_requests(adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
     def place(slot: int, host: object) -> None:
         raise RuntimeError("out of memory")
 

@@ -1,4 +1,4 @@
-"""The promises of SchedulerCore."""
+"""Behavior of SchedulerCore."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_request_that_can_never_fit_is_refused_and_others_run() -> None:
     assert (stats.num_finished, stats.num_aborted) == (2, 3)
 
 
-def test_a_uid_cannot_be_alive_twice() -> None:
+def test_uid_of_an_open_request_is_refused() -> None:
     world = world_of()
     world.submit(submit_of(1, [1, 2]))
     with pytest.raises(ValueError, match="uid 1 was submitted twice"):

@@ -19,13 +19,13 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def world_of(accepts: str, *, depth: int = 0, num_pages: int = 64, **settings: int | bool) -> World:
-    """A world with three drafts per row. accepts: as in ``FakeModel``."""
+    """Return a world with three drafts per row. accepts: as in ``FakeModel``."""
     model = FakeModel(vocab_size=50, accepts=accepts)
     return World(settings_of(depth=depth, **{"max_drafts": 3, **settings}), num_pages, page_size=4, model=model)
 
 
 def cached_prefixes(world: World) -> set[tuple[object, ...]]:
-    """The keys of all paths from the root of the prefix cache."""
+    """Return the keys of all paths from the root of the prefix cache."""
     prefixes: set[tuple[object, ...]] = set()
     nodes = [((), world.scheduler.cache._tree.root)]
     while nodes:

@@ -32,7 +32,7 @@ def pooled(submit: Submit, *, max_new: int = 0) -> Submit:
 
 @DEPTHS
 @pytest.mark.parametrize("max_new", [0, 8])
-def test_a_pooling_request_gives_a_vector_and_no_token(depth: int, max_new: int) -> None:
+def test_pooling_request_returns_a_vector_and_no_token(depth: int, max_new: int) -> None:
     world = world_of(depth)
     world.submit(pooled(submit_of(1, list(range(10))), max_new=max_new))
     world.run()
@@ -45,7 +45,7 @@ def test_a_pooling_request_gives_a_vector_and_no_token(depth: int, max_new: int)
 
 
 @DEPTHS
-def test_only_the_last_chunk_of_the_prompt_gives_the_vector(depth: int) -> None:
+def test_only_the_last_chunk_of_the_prompt_returns_the_vector(depth: int) -> None:
     world = world_of(depth, chunk_tokens=8)
     world.submit(pooled(submit_of(1, list(range(30)))))
     world.run()

@@ -15,7 +15,7 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def family(count: int, *, own: int = 32, max_new: int = 4) -> list[Submit]:
-    """Requests that share ``PREFIX`` and then differ."""
+    """Return requests that share ``PREFIX`` and then differ."""
     limits = Limits(max_new_tokens=max_new)
     return [
         submit_of(uid, [*PREFIX, uid, *range(own - 1)], limits=limits, arrived_at=uid / 100) for uid in range(count)

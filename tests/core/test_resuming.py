@@ -15,7 +15,7 @@ from tests.core.test_storms import Storm, storms
 
 
 def resumed(world: World, uid: int, num_given: int) -> Submit:
-    """The request again, after this number of its tokens was delivered. Without a first token it is a new request."""
+    """Return the request after this number of its tokens was delivered. With none it is a new request."""
     submit, opened = world.submitted[uid], world.opened.get(uid)
     if opened is None:
         return submit
@@ -125,7 +125,7 @@ def test_a_continued_request_has_no_queue_or_first_token_deadline() -> None:
 
 
 def world_output(count: int) -> list[int]:
-    """The first tokens of that request."""
+    """Return the first tokens of that request."""
     world = World(settings_of(), 64, 4, NO_EOS)
     world.submit(submit_of(1, [1, 2, 3]))
     return world.reference(1)[:count]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StateRunner(WatchedRunner):
-    """A cache with the tokens of the state of each request and of each snapshot."""
+    """A FakeRunner that records the tokens in the state of each request and snapshot."""
 
     def __init__(self, runner: FakeRunner) -> None:
         super().__init__(runner, gives_one=True)
@@ -70,14 +70,14 @@ class StateWorld(World):
         self.core = SchedulerCore(self.scheduler, self.runner, self.settings.depth)
 
     def answer(self, uid: int, prompt: list[int], num_output: int = 8) -> tuple[list[int], int]:
-        """The tokens of a request alone, and how many were cached."""
+        """Compute one request. Return its tokens, and the number of cached tokens."""
         self.submit(submit_of(uid, prompt, limits=Limits(max_new_tokens=num_output)))
         self.run()
         return self.outputs[uid], self.opened[uid].first_token.num_cached
 
 
 def world_of(*, num_snapshots: int = 8, num_pages: int = 64, page_size: int = 4, depth: int = 0) -> StateWorld:
-    """With snapshots at multiples of 8 tokens."""
+    """Return a world with snapshots at multiples of 8 tokens."""
     settings = settings_of(snapshot_tokens=8, chunk_tokens=64, max_running=8, depth=depth)
     return StateWorld(settings, num_pages, page_size, NO_EOS, num_snapshots=num_snapshots)
 
@@ -180,14 +180,14 @@ def test_the_next_turn_starts_after_the_answer() -> None:
     assert num_cached == 48
 
 
-def test_a_beginning_that_came_twice_gets_a_snapshot() -> None:
+def test_repeated_prefix_gets_a_snapshot() -> None:
     world = world_of()
     found = [world.answer(uid, [*PROMPT[:17], *[40 + uid] * 20])[1] for uid in range(4)]
     assert found == [0, 0, 16, 16]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_requests_with_one_beginning_wait_for_its_snapshot(depth: int) -> None:
+def test_requests_with_a_shared_prefix_wait_for_its_snapshot(depth: int) -> None:
     world = world_of(depth=depth)
     world.submit(*(submit_of(uid, [*PROMPT[:17], *[40 + uid] * 20]) for uid in range(6)))
     world.run()

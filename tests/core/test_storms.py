@@ -44,7 +44,7 @@ class Storm:
         )
 
     def requests(self, rng: random.Random) -> list[Submit]:
-        """Half of the pool for the prompt and half for the output, so that each fits and few fit together."""
+        """Return requests with up to half of the pool for the prompt and half for the output. Few fit together."""
         half = max(2, self.pool_tokens // self.page_size) * self.page_size // 2
         return random_requests(rng, count=24, max_prompt=min(half, 120), max_output=min(half, 60))
 

@@ -1,4 +1,4 @@
-"""Suspended requests cost nothing and lose nothing."""
+"""Suspended requests use no pages or rows, and resume exactly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_suspended_request_frees_its_pages_and_resumes_exactly(depth: int, num_s
 
 
 @DEPTHS
-def test_others_use_the_pages_of_a_suspended_request(depth: int) -> None:
+def test_other_requests_use_the_pages_of_a_suspended_request(depth: int) -> None:
     world = world_of(depth, num_pages=12, max_running=4)
     world.submit(submit_of(1, list(range(30))))
     world.step()

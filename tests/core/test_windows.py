@@ -173,7 +173,7 @@ def test_prompts_that_are_not_divided_wait_for_all_their_pages() -> None:
     assert sorted(row.count for plan in world.runner.plans for row in plan.rows) == [17 * uid + 10 for uid in range(6)]
 
 
-def test_a_crowd_is_admitted_in_time_that_grows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_of_many_requests_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     num_calls, pages_for = [0], PageGroups.pages_for
 
     def counted(groups: PageGroups, num_tokens: int) -> int:
