@@ -1,4 +1,4 @@
-"""Answers of whole engines with and without the prefix cache, and in spite of killed schedulers."""
+"""Answers of complete engines with and without the prefix cache, and after killed schedulers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SALTS = map(str, count())
 
 
 def ask(engine: Engine, ids: list[int], **options: Any) -> tuple[list[int], int]:
-    """The tokens of an answer, and how many of the prompt's were cached."""
+    """Return the tokens of an answer, and the number of cached prompt tokens."""
     out = engine.generate(input_ids=ids, sampling_params=PARAMS, **options)
     return out["output_ids"], out["meta_info"]["cached_tokens"]
 
 
 def cold(engine: Engine, ids: list[int], **options: Any) -> list[int]:
-    """The tokens of an answer for which nothing is reused."""
+    """Return the tokens of an answer without prefix hits."""
     answer, num_cached = ask(engine, ids, cache_salt=next(SALTS), **options)
     assert num_cached == 0
     return answer
 
 
 def check_killed_schedulers(engine: Engine, prompt: list[int]) -> None:
-    """A stream whose scheduler is killed gives the tokens of one without; then one on the next scheduler."""
+    """Check the tokens of a stream whose scheduler is killed, and of a stream on the next scheduler."""
     expected, first = cold(engine, prompt), _scheduler_pid(engine)
     for _ in range(2):
         found: list[int] = []

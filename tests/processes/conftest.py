@@ -34,7 +34,7 @@ def tmp_path() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three versions of the weights of a model: version -> folder."""
-    from tests.kit.weight_versions import save_version  # and transformers, which other tests do without
+    from tests.kit.weight_versions import save_version  # other tests do not need transformers
 
     folders = {name: tmp_path_factory.mktemp(name) for name in ("default", "v2", "v3")}
     for seed, folder in enumerate(folders.values()):
@@ -59,7 +59,7 @@ async def shared_engine(versions: dict[str, Path]) -> AsyncIterator[AsyncEngine]
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(shared_engine: AsyncEngine, versions: dict[str, Path]) -> AsyncEngine:
-    """An engine with the version "default", whose weights a test may change. Its tests have the mark ``live``."""
+    """An engine with the version "default". Tests may change its weights, and have the mark ``live``."""
     from tests.processes.weight_streams import begin
 
     await begin(shared_engine, versions)

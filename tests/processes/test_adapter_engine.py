@@ -1,4 +1,4 @@
-"""The whole engine with LoRA adapters of the demo model, in fp32, against weights that peft merged."""
+"""The complete engine with LoRA adapters of the demo model in fp32, compared with weights merged by peft."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 class Case(NamedTuple):
-    """Folders of adapters, and by their names the greedy ids for each prompt by transformers; "": the base model."""
+    """Folders of adapters, and greedy ids of transformers for each prompt by adapter name; "": the base model."""
 
     folders: dict[str, Path]
     expected: dict[str, list[list[int]]]
@@ -107,7 +107,7 @@ def test_rows_of_several_adapters_equal_merged_weights(engine: Engine, case: Cas
     assert figures["bytes_in_memory"] > 0
 
 
-def test_a_row_alone_a_stream_and_samples_give_the_same(engine: Engine, case: Case) -> None:
+def test_single_rows_streams_and_samples_are_equal(engine: Engine, case: Case) -> None:
     for name in KINDS:
         assert ids_of(engine, PROMPTS[:1], name) == case.expected[name][:1]
     chunks = list(engine.generate(PROMPTS[1], PARAMS, stream=True, lora_path="all"))
@@ -119,7 +119,7 @@ def test_a_row_alone_a_stream_and_samples_give_the_same(engine: Engine, case: Ca
     )  # type: ignore[call-overload]
 
 
-def test_prefixes_are_found_again_for_the_same_adapter_alone(engine: Engine) -> None:
+def test_prefixes_are_reused_only_for_the_same_adapter(engine: Engine) -> None:
     assert engine.flush_cache()
     prompt = PROMPTS[1] * 3
     cached: list[tuple[str | None, bool]] = []
@@ -140,7 +140,7 @@ def test_vectors_and_scores_use_the_adapter(engine: Engine, case: Case) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, num_ranks: int, tmp_path: Path) -> None:
+def test_one_slot_and_few_pages_do_not_change_tokens(case: Case, num_ranks: int, tmp_path: Path) -> None:
     folder = save_adapter(demo_model(), tmp_path / "short-lived")
     few = {**ARGUMENTS, "max_total_tokens": 160, "chunked_prefill_size": 16, "max_running_requests": 4}
     paths = [str(path) for path in (*case.folders.values(), folder)]
@@ -158,8 +158,8 @@ def test_one_slot_and_few_pages_give_the_same_tokens(case: Case, num_ranks: int,
         assert ids_of(engine, PROMPTS[:1], "some") == case.expected["some"][:1]
 
 
-def hostile(folder: Path) -> dict[str, Path]:
-    """What is wrong with an adapter -> its folder."""
+def invalid_folders(folder: Path) -> dict[str, Path]:
+    """Return error of an adapter -> its folder."""
     found: dict[str, Path] = {}
     base = demo_model()
 
@@ -182,10 +182,10 @@ def hostile(folder: Path) -> dict[str, Path]:
     return found
 
 
-def test_hostile_folders_give_false_results_and_nothing_else_is_disturbed(
+def test_invalid_folders_are_refused_and_do_not_affect_other_requests(
     engine: Engine, case: Case, tmp_path: Path
 ) -> None:
-    for words, folder in hostile(tmp_path).items():
+    for words, folder in invalid_folders(tmp_path).items():
         result = engine.load_lora_adapter("wrong", folder)
         assert not result, words
         assert words in result.error_message
@@ -201,7 +201,7 @@ def parts_of(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def test_tensors_become_an_adapter(engine: Engine, case: Case) -> None:
     for pinned in (False, True):
         tensors, config = parts_of(case.folders["ranks"])
-        config["target_modules"] = set(config["target_modules"])  # as in peft
+        config["target_modules"] = set(config["target_modules"])  # like in peft
         loaded = engine.load_lora_adapter_from_tensors("sent", tensors, config, pinned=pinned)
         assert loaded, loaded.error_message
         assert loaded.loaded_adapters["sent"] == "tensors"

@@ -1,4 +1,4 @@
-"""Programs that start an engine as root and then change their user: they may not signal their children any more."""
+"""Programs that start an engine as root and then change their user, so that they cannot signal their children."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def folder() -> Iterator[Path]:
 
 
 class Program:
-    """A program that starts an engine as root, begins a request of 100 tokens, and becomes nobody."""
+    """A program that starts an engine and a request of 100 tokens as root, and becomes the user nobody."""
 
     def __init__(self, folder: Path, interpreter: str = sys.executable) -> None:
         program = PROGRAM.format(root=str(ROOT), interpreter=interpreter, nobody=NOBODY)
@@ -90,13 +90,13 @@ class Program:
             self.popen.communicate()
 
     def finish_request(self) -> list[Any]:
-        """The length of its text, the number of restarts, and the processes now; else the cause of the error."""
+        """Return the length of the text, the number of restarts, and the processes, or else the cause of the error."""
         assert self.popen.stdin is not None
         print(file=self.popen.stdin, flush=True)
         return self._read()
 
     def end(self) -> None:
-        """Shut the engine down; none of its processes is left."""
+        """Shut the engine down, and check that none of its processes is left."""
         assert self.popen.communicate("\n", timeout=30)[0] == ""
         assert self.popen.returncode == 0
         _, alive = psutil.wait_procs(self.children, timeout=10)
@@ -110,7 +110,7 @@ class Program:
 
 
 def interpreter_for_everyone() -> str:
-    """A Python of this version that the user nobody can run, with the packages of the engine."""
+    """A Python of this version with the packages of the engine, which the user nobody can run."""
     check = f"import sys; sys.path[:0] = {[*sys.path, str(ROOT)]!r}; import aioengine.testing.fake_engine, zmq, msgspec"
     for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         try:

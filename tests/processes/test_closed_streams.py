@@ -1,4 +1,4 @@
-"""A process whose standard streams are closed, as daemons and job runners start them, has an engine all the same."""
+"""An engine works in processes with closed standard streams, such as daemons."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def run(closed: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Python with some of its standard streams closed."""
+    """Run Python with some of its standard streams closed."""
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-W", "error", *argv]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
 
@@ -89,13 +89,13 @@ def test_an_engine_works_and_its_children_have_streams_of_their_own(program: str
         (">&- 2>&-", ["x"], 1, "", ""),
     ],
 )
-def test_the_command_line_works_or_says_why_not(
+def test_command_line_works_or_prints_the_reason(
     closed: str, argv: list[str], status: int, out: str, error: str
 ) -> None:
     done = run(closed, "-c", COMMAND_LINE, "generate", *argv)
     assert (done.returncode, done.stdout, done.stderr) == (status, out, error)
 
 
-def test_a_conversation_without_input_is_over() -> None:
+def test_chat_without_input_ends() -> None:
     done = run("<&-", "-c", COMMAND_LINE, "chat")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""The whole engine on the demo model: the same request gives the same answer, in whatever way it is asked for."""
+"""The complete engine with the demo model: a request has the same answer in all ways to send it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SAMPLINGS: list[dict[str, object]] = [
     },
     {"temperature": 0, "repetition_penalty": 1.2, "stop": [" a", "ing"], "max_new_tokens": 32},
 ]
-# Tokens are computed in chunks, pages, batches and orders of every kind; the answers must be the same bits.
+# Answers must have the same bits with all chunks, pages, batches and orders.
 WAYS: list[dict[str, object]] = [
     {"chunked_prefill_size": 16, "page_size": 1, "max_running_requests": 3},
     {"chunked_prefill_size": 64, "page_size": 32, "disable_radix_cache": True, "schedule_policy": "lpm"},
@@ -80,8 +80,8 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> list[tuple[str, list[int], object]]:
-    """Every prompt with its own parameters, one after the other, the cache empty each time."""
+def single_answers(engine: Engine) -> list[tuple[str, list[int], object]]:
+    """Return the answers of single prompts with their parameters and an empty cache."""
     found = []
     for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
         assert engine.flush_cache()
@@ -89,22 +89,24 @@ def alone(engine: Engine) -> list[tuple[str, list[int], object]]:
     return found
 
 
-def test_batch_cache_and_order_change_nothing(engine: Engine, alone: list[tuple[str, list[int], object]]) -> None:
+def test_batch_cache_and_order_change_nothing(
+    engine: Engine, single_answers: list[tuple[str, list[int], object]]
+) -> None:
     for _ in range(2):
-        assert [essence(answer) for answer in engine.generate(PROMPTS, SAMPLINGS)] == alone
+        assert [essence(answer) for answer in engine.generate(PROMPTS, SAMPLINGS)] == single_answers
     answers = engine.generate(PROMPTS[::-1], SAMPLINGS[::-1])
-    assert [essence(answer) for answer in answers][::-1] == alone
+    assert [essence(answer) for answer in answers][::-1] == single_answers
     assert engine.generate(PROMPTS[5], SAMPLINGS[5])["meta_info"]["cached_tokens"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way)))
-def test_chunks_pages_and_want_of_memory_change_nothing(
-    way: dict[str, object], alone: list[tuple[str, list[int], object]]
+def test_chunks_pages_and_preemptions_change_nothing(
+    way: dict[str, object], single_answers: list[tuple[str, list[int], object]]
 ) -> None:
     with Engine(**way) as engine:
         twice = engine.generate(PROMPTS + PROMPTS, SAMPLINGS + SAMPLINGS)
-        assert [essence(answer) for answer in twice] == alone + alone
+        assert [essence(answer) for answer in twice] == single_answers + single_answers
         num_preemptions = sum(answer["meta_info"]["num_preemptions"] for answer in twice)
         assert (num_preemptions > 0) is ("max_total_tokens" in way)
 
@@ -114,8 +116,8 @@ def test_the_repr_names_the_model_and_the_state(engine: Engine) -> None:
     assert repr(engine.tokenizer).startswith("<Tokenizer BPE, vocab_size=")
 
 
-def test_a_stream_is_the_whole_answer(engine: Engine, alone: list[tuple[str, list[int], object]]) -> None:
-    for prompt, sampling, (text, output_ids, reason) in zip(PROMPTS, SAMPLINGS, alone, strict=True):
+def test_stream_joins_to_the_answer(engine: Engine, single_answers: list[tuple[str, list[int], object]]) -> None:
+    for prompt, sampling, (text, output_ids, reason) in zip(PROMPTS, SAMPLINGS, single_answers, strict=True):
         chunks = list(engine.generate(prompt, {**sampling, "stream_interval": 3}, stream=True))
         assert "".join(chunk["text"] for chunk in chunks) == text
         assert [token for chunk in chunks for token in chunk["output_ids"]] == output_ids
@@ -128,7 +130,7 @@ def test_a_stream_is_the_whole_answer(engine: Engine, alone: list[tuple[str, lis
             assert chunk["meta_info"]["completion_tokens"] == num_ids
 
 
-def test_samples_are_the_single_calls_of_their_seeds(engine: Engine) -> None:
+def test_samples_equal_single_calls_with_their_seeds(engine: Engine) -> None:
     sampling: dict[str, object] = {"max_new_tokens": 16, "temperature": 1.2}
     samples = engine.generate(PROMPTS[:2], {**sampling, "n": 3, "seed": 40})
     assert [answer["meta_info"]["seed"] for answer in samples] == [40, 41, 42] * 2
@@ -138,7 +140,7 @@ def test_samples_are_the_single_calls_of_their_seeds(engine: Engine) -> None:
     assert len({answer["text"] for answer in samples}) > 2
 
 
-def test_a_drawn_seed_that_was_reported_gives_the_answer_again(engine: Engine) -> None:
+def test_reported_seed_reproduces_the_answer(engine: Engine) -> None:
     first, second = (engine.generate(PROMPTS[1], {"max_new_tokens": 16}) for _ in range(2))
     seeds = [answer["meta_info"]["seed"] for answer in (first, second)]
     assert seeds[0] != seeds[1]
@@ -147,7 +149,7 @@ def test_a_drawn_seed_that_was_reported_gives_the_answer_again(engine: Engine) -
 
 
 def test_a_prompt_may_end_anywhere_in_a_character(engine: Engine) -> None:
-    """What the answer adds to the prompt: cut anywhere, no text of the prompt and nothing unfinished comes out."""
+    """The answer has no text of the prompt and no incomplete character, although the prompt may end in a character."""
     ids = engine.tokenizer.encode("The flags 🇫🇷 and 🙂, and 日本")
     sampling = {"temperature": 0, "max_new_tokens": 12}
     for end in range(1, len(ids) + 1):
@@ -157,7 +159,7 @@ def test_a_prompt_may_end_anywhere_in_a_character(engine: Engine) -> None:
         begun = engine.tokenizer.decode(prompt).rstrip("�")
         assert whole.startswith(begun)
         added = whole[len(begun) :]
-        if begun != engine.tokenizer.decode(prompt):  # what became no character is the prompt's, not the answer's
+        if begun != engine.tokenizer.decode(prompt):  # bytes without a character belong to the prompt
             added = added.removeprefix("�")
         assert answer["text"] == added
         chunks = list(
@@ -167,7 +169,7 @@ def test_a_prompt_may_end_anywhere_in_a_character(engine: Engine) -> None:
 
 
 def test_repetition_penalty_counts_the_prompt(engine: Engine) -> None:
-    """The token that would come next is in the prompt: a penalty drives it away though no output has it yet."""
+    """The most likely next token is in the prompt. The penalty excludes it, although it is not in the output."""
     likely = engine.generate(PROMPTS[0], {"temperature": 0, "max_new_tokens": 1})["output_ids"][0]
     prompt = [likely, *engine.tokenizer.encode(PROMPTS[0])]
     plain = {"temperature": 0, "max_new_tokens": 1}
@@ -175,7 +177,7 @@ def test_repetition_penalty_counts_the_prompt(engine: Engine) -> None:
     assert engine.generate(input_ids=prompt, sampling_params={**plain, "repetition_penalty": 2.0})["output_ids"] != [
         likely
     ]
-    for penalty in ("frequency_penalty", "presence_penalty"):  # these count the output alone
+    for penalty in ("frequency_penalty", "presence_penalty"):  # these penalties count only the output
         assert engine.generate(input_ids=prompt, sampling_params={**plain, penalty: 2.0})["output_ids"] == [likely]
 
 
@@ -187,7 +189,7 @@ def test_turns_of_a_session_are_the_plain_requests_of_all_their_ids(engine: Engi
         turn = engine.generate(text, sampling, session_params={"id": sid, "rid": rid})
         history += engine.tokenizer.encode(text)
         assert (turn["meta_info"]["cached_tokens"] > 0) is (rid is not None)
-        assert engine.flush_cache()  # pins yield; the plain request computes everything
+        assert engine.flush_cache()  # pinned pages are evicted, so the plain request computes all tokens
         assert essence(engine.generate(input_ids=history, sampling_params=sampling)) == essence(turn)
         rid, history = turn["meta_info"]["id"], history + turn["output_ids"]
     engine.close_session(sid)
@@ -202,7 +204,7 @@ def test_timings_add_up_to_the_wall_time(engine: Engine) -> None:
     assert timings["prefill_s"] > 0
 
 
-def test_a_running_decode_advances_while_a_long_prompt_is_computed(engine: Engine) -> None:
+def test_decode_continues_while_a_long_prompt_is_computed(engine: Engine) -> None:
     """Chunks of a stream keep coming between the arrival of a prompt of three chunks and its first token."""
 
     async def main() -> int:

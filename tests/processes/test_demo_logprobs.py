@@ -1,4 +1,4 @@
-"""Logprobs of the demo model: the same numbers in whatever way a request is computed, and after lost processes."""
+"""Logprobs of the demo model do not depend on the batch, preemptions or lost processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 SAMPLINGS = [
     {**each, "max_new_tokens": 90 if each.get("ignore_eos") else 48} for each in test_demo_engine.SAMPLINGS
-]  # so many that requests lose their pages
+]  # enough requests for preemptions
 OPTIONS: dict[str, Any] = {
     "return_logprob": True,
     "logprob_start_len": [0, -1, 2, 0, 1, 30, 0],

@@ -149,7 +149,7 @@ SAMPLE = "One 🥖 two 東京, and now the END of it. More?"
 )
 @pytest.mark.parametrize("code", [FinishCode.LENGTH, FinishCode.ABORT])
 def test_request_continues_after_any_chunk_in_a_new_process(rules: TextRules, code: FinishCode) -> None:
-    """Half characters, text held back for a stop, ids that waited for others: all of it is found again."""
+    """Incomplete characters, held text and held ids are reconstructed."""
     token_ids = list(SAMPLE.encode())
     table = Steps(str(BYTE_MODEL))
     table.open(1, rules)
@@ -218,7 +218,7 @@ def test_stop_string_ends_the_request_at_once() -> None:
     assert not TOKENIZER.decode(steps.ids(1)[:-1]).endswith("Tokyo")
     assert (steps.end(1).code, steps.end(1).matched) == (FinishCode.STOP, "Tokyo")
     assert steps.aborted == [1]
-    steps.give(StepOutput(ended=[End(1, FinishCode.LENGTH)]))  # it ended by itself before it heard
+    steps.give(StepOutput(ended=[End(1, FinishCode.LENGTH)]))  # it ended before it received the abort
     assert steps.end(1).code == FinishCode.STOP
 
 

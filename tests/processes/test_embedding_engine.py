@@ -1,4 +1,4 @@
-"""Engines that give vectors and scores, from text to numpy: equal to transformers with sentence-transformers' rules."""
+"""Vectors and scores of engines equal those of transformers with the rules of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_vectors_equal_transformers(embedder: Engine, reference: Reference) -> N
         assert out["meta_info"]["prompt_tokens"] == len(reference.tokenizer(text)["input_ids"])
     one = embedder.encode(TEXTS[0])
     assert np.array_equal(one["embedding"], outs[0]["embedding"])
-    one["embedding"][0] = 1.0  # it is the caller's own
+    one["embedding"][0] = 1.0  # the caller owns the vector
 
 
-def test_ids_in_place_of_text(embedder: Engine, reference: Reference) -> None:
+def test_prompts_may_be_ids(embedder: Engine, reference: Reference) -> None:
     ids = [reference.tokenizer(text)["input_ids"] for text in TEXTS]
     for by_text, by_ids in zip(embedder.encode(TEXTS), embedder.encode(input_ids=ids), strict=True):
         assert np.array_equal(by_text["embedding"], by_ids["embedding"])
@@ -69,7 +69,7 @@ def test_ids_in_place_of_text(embedder: Engine, reference: Reference) -> None:
     )
 
 
-def test_ids_outside_the_vocabulary_are_refused_also_where_they_are_cut(embedder: Engine) -> None:
+def test_ids_outside_the_vocabulary_are_refused_even_if_they_are_cut(embedder: Engine) -> None:
     for wrong in (10**6, -1):
         with pytest.raises(ValueError, match=f"input_ids has {wrong}, outside the vocabulary"):
             embedder.encode(input_ids=[wrong] * 5000, truncate=True)
@@ -127,7 +127,7 @@ def test_calls_that_the_model_does_not_support_are_refused(
         call(embedder)
 
 
-def test_a_call_on_asyncio(embedder: Engine) -> None:
+def test_async_calls_return_vectors(embedder: Engine) -> None:
     async def main() -> list[int]:
         single, batch = await asyncio.gather(embedder.async_encode("a"), embedder.async_encode(["a", "b"]))
         assert np.array_equal(single["embedding"], batch[0]["embedding"])
@@ -204,7 +204,7 @@ def test_of_a_long_pair_the_longer_text_is_cut_first(
     assert found["meta_info"]["prompt_tokens"] == 64
 
 
-def test_a_pair_that_fails_stands_last(reranker: Engine) -> None:
+def test_failed_pair_is_ranked_last(reranker: Engine) -> None:
     ranked = reranker.rerank("a cat", ["moon", LONG, "sun"], return_exceptions=True)
     assert isinstance(ranked[2], RequestTooLargeError)
     assert sorted(ranked["index"][:2]) == [0, 2]

@@ -111,7 +111,7 @@ def give_up(*_: object) -> None:
 
 @cache
 def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object]]:
-    """Run the scenes one after the other in one program, and return their results."""
+    """Run scenes one after the other in one program, and return their results."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), *scenes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
@@ -120,7 +120,7 @@ def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object
 
 
 def check(setup: str, text: str) -> None:
-    """A program that reaps every child may come too late for this one."""
+    """Check the exit code. It may be known, if the engine reaped the child before the program did."""
     unknown = "ended with an unknown exit code (this program ignores SIGCHLD or waits for its children by itself)"
     assert unknown in text or (setup != "ignored" and "was killed by signal 9" in text)
 

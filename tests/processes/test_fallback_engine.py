@@ -1,4 +1,4 @@
-"""An engine whose model is computed by transformers' own code."""
+"""An engine whose model runs with the code of transformers."""
 
 from __future__ import annotations
 

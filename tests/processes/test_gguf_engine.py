@@ -1,4 +1,4 @@
-"""A whole engine with the demo model as a GGUF file, which has its tokenizer and its chat template too."""
+"""A complete engine with the demo model as a GGUF file, including tokenizer and chat template."""
 
 from __future__ import annotations
 

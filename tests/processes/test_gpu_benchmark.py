@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU are made of, as far as a CPU can run it."""
+"""Parts of the GPU benchmarks that run on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole engine with a model that keeps states: prefixes are reused, and everything is as without the cache."""
+"""The complete engine with a recurrent model: prefixes are reused, and results equal those without the cache."""
 
 from __future__ import annotations
 

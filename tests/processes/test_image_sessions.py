@@ -51,7 +51,7 @@ def turn_of(engine: AsyncEngine, text: str, sid: str, rid: str | None, image: ob
 
 
 async def check_plain(engine: AsyncEngine, submitted: list[Submit], answer: Any, images: list[bytes]) -> None:
-    """The turn that was submitted last is a plain request with these images."""
+    """Check that the last submitted turn equals a plain request with these images."""
     turn = submitted[-1]
     ids = answer["prompt_token_ids"]
     plain = await engine.async_generate(input_ids=ids, sampling_params=SHORT, image_data=images)

@@ -1,4 +1,4 @@
-"""Images in requests, from the call to the scheduler: real media process, a fake runner that stands for the model."""
+"""Images in requests, from the call to the scheduler, with a real media process and a fake runner."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
 
 
 @pytest.fixture(scope="module")
-def stand_ins() -> dict[bytes, bytes]:
-    """The bytes of images, which are long, by words for them in parameters."""
+def images_by_word() -> dict[bytes, bytes]:
+    """Words in parameters -> the bytes of images, which are too long for test ids."""
     return {
         b"PICTURE": png(picture(8)),
         b"LARGE": png(Image.new("RGB", (2000, 2000))),
@@ -192,12 +192,12 @@ def stand_ins() -> dict[bytes, bytes]:
     ],
 )
 async def test_invalid_image_is_reported(
-    engine: AsyncEngine, stand_ins: dict[bytes, bytes], prompt: str, images: object, words: str
+    engine: AsyncEngine, images_by_word: dict[bytes, bytes], prompt: str, images: object, words: str
 ) -> None:
     if isinstance(images, list):
-        images = [stand_ins.get(entry, entry) for entry in images]
+        images = [images_by_word.get(entry, entry) for entry in images]
     elif isinstance(images, bytes):
-        images = stand_ins.get(images, images)
+        images = images_by_word.get(images, images)
     with pytest.raises(ValueError, match=words):
         await engine.async_generate(prompt, SHORT, image_data=images)
 
@@ -260,7 +260,7 @@ async def test_cancelled_request_leaves_no_files(engine: AsyncEngine) -> None:
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """Wait until no image is worked on or used, and each that is kept has its file."""
+    """Wait until no image is prepared or used, and each cached image has its file."""
 
     def is_settled() -> bool:
         images = intake(engine)
@@ -285,7 +285,7 @@ async def test_least_recently_used_files_are_removed_beyond_the_limit(
     assert last.content in intake(engine).files
     assert submitted[0].media[0].content not in intake(engine).files
     monkeypatch.setattr("aioengine.media.intake.image_intake.MAX_KEPT_FILES", 2)
-    for seed in (204, 206):  # the first is there, and older than the last
+    for seed in (204, 206):  # the first file exists, and is older than the last one
         await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
     await settled(engine)
     assert list(intake(engine).files) == [submit.media[0].content for submit in submitted[-2:]]
@@ -314,12 +314,12 @@ async def test_files_leave_space_on_a_small_disk(folder: Path, tmp_path: Path, m
 
 
 async def test_image_is_prepared_again_if_its_file_was_removed(folder: Path) -> None:
-    """As systems do that empty shared memory when a user logs out."""
+    """Some systems empty shared memory when a user logs out."""
     image = png(picture(210))
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
 
         async def ask() -> Path:
-            """Three requests at once; gives the file of the image."""
+            """Send three requests at once. Return the file of the image."""
             several = [engine.async_generate("<image> a", SHORT, image_data=image) for _ in range(3)]
             assert [out["meta_info"]["image_tokens"] for out in await asyncio.gather(*several)] == [FEATURES] * 3
             await settled(engine)
@@ -388,7 +388,7 @@ async def test_image_of_a_cancelled_request_is_prepared_for_the_next_one(engine:
 
 
 async def test_each_file_holds_its_own_picture_for_a_gpu(tmp_path: Path) -> None:
-    """One after the other, and several at a time."""
+    """Pictures are prepared one after the other, and several at a time."""
     images = find_image_model(write_image_folder(tmp_path, FAMILIES["qwen2_vl"]))
     assert images is not None
     intake = ImageIntake(images, 2, is_for_gpu=True)
@@ -504,7 +504,10 @@ async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder, limits)) as engine:
         for good in (allowed / "in.png", str(allowed / "inner.png"), (allowed / "in.png").as_uri()):
             await engine.async_generate("<image>", SHORT, image_data=good)
-        missing = tmp_path / "no.png", allowed / "folder/no.png"  # nothing tells that these are not there
+        missing = (
+            tmp_path / "no.png",
+            allowed / "folder/no.png",
+        )  # the error does not reveal that these files are missing
         there = outside, allowed / "link.png", allowed / "folder/outside.png", allowed / "../outside.png"
         for bad in (*there, *missing):
             for form, words in ((bad, "not"), (f"file://{bad}", "not"), (str(bad), "neither a file")):
@@ -622,7 +625,7 @@ async def test_the_media_process_dies_with_its_program(folder: Path) -> None:
     program.kill()
     await program.wait()
     await until(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
-    PrivateDirectory(str(Path(place).parent)).remove()  # as the next engine makes it
+    PrivateDirectory(str(Path(place).parent)).remove()  # like the lock file of the next engine
     assert not await asyncio.to_thread(Path(place).exists)
 
 
@@ -631,7 +634,7 @@ async def test_images_of_a_dead_engine_are_removed_from_shared_memory(
 ) -> None:
     left = PrivateDirectory(str(tmp_path))
     await asyncio.to_thread(Path(left.path, "1.media").write_bytes, bytes(1000))
-    os.close(left._lock)  # as the end of its program does
+    os.close(left._lock)  # the end of its program closes the lock, too
     monkeypatch.setattr("aioengine.media.intake.image_intake.SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr("aioengine.media.intake.image_intake.MIN_SHARED_BYTES", 1 << 60)
     assert folder_base() == tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""Logs as programs see them: with logging of their own, and without."""
+"""Log records in programs with and without a logging configuration."""
 
 from __future__ import annotations
 

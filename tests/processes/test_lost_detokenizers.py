@@ -119,12 +119,12 @@ async def test_scheduler_that_dies_during_a_mend_is_replaced(
     """If it dies before its ``Ready``, both processes were lost at the same time."""
     plain = getattr(owner, stage)
 
-    async def act(own: Incarnation | ProcessLauncher) -> None:
+    async def kill_scheduler(own: Incarnation | ProcessLauncher) -> None:
         launcher = own if isinstance(own, ProcessLauncher) else own._launcher
         os.kill(launcher.children[0].pid, signal.SIGKILL)
         await plain(own)
 
-    monkeypatch.setattr(owner, stage, act)
+    monkeypatch.setattr(owner, stage, kill_scheduler)
     async with fake_async_engine(ANSWERS, step_time_s=0.003, max_restarts=max_losses) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 50)

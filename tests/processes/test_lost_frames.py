@@ -61,7 +61,7 @@ async def test_damaged_frame_of_any_channel_causes_a_restart(stream: bool, monke
             place += 3
             num_rounds += 1
         damage.num_left = -1
-        assert engine.stats()["num_restarts"] > num_rounds / 2  # heartbeats may be damaged that nobody misses in time
+        assert engine.stats()["num_restarts"] > num_rounds / 2  # lost heartbeats may not be noticed in time
     assert num_rounds > 20
 
 

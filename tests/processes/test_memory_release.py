@@ -1,4 +1,4 @@
-"""Memory of an engine that another program may use for a while."""
+"""Engines release their memory for other programs, and resume it."""
 
 from __future__ import annotations
 

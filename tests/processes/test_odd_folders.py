@@ -120,8 +120,8 @@ def test_orders_hold_paths_that_are_not_utf_8() -> None:
     assert decode_orders(line) == orders
 
 
-async def test_a_process_that_cannot_write_its_log_still_says_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the disk is full."""
+async def test_process_that_cannot_write_its_log_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be full."""
 
     class FullDisk(subprocess.Popen[bytes]):
         def __init__(self, *arguments: Any, **options: Any) -> None:

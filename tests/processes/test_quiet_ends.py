@@ -133,7 +133,7 @@ def test_program_ends_silently_and_leaves_nothing(name: str, tmp_path: Path) -> 
     """In Python's development mode, with warnings as errors."""
     running = program(ENDS[name], tmp_path)
     out, err = running.communicate(timeout=90)
-    # On a machine that is busy with other things, asyncio's debug mode finds that a callback took long.
+    # On a busy machine, asyncio's debug mode reports slow callbacks.
     told = [line for line in err.splitlines() if not line.startswith("Executing <")]
     assert (running.returncode, told) == (0, [])
     pids = [int(pid) for pid in out.split()]
@@ -179,7 +179,7 @@ def test_ctrl_c_while_it_starts_ends_it_soon(name: str, after_s: float, tmp_path
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=90)
     assert running.returncode == -signal.SIGINT
-    # As above: a callback that took long on a busy machine.
+    # See above: slow callbacks on a busy machine.
     told = [line for line in err.splitlines() if not line.startswith("Executing <")]
     assert told[-1] == "KeyboardInterrupt"
     assert re.search(r"Engine\w*Error|Warning|never retrieved|was destroyed", err) is None
@@ -244,7 +244,7 @@ def test_starts_and_stops_leak_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     before = Holdings()
     for number in range(NUM_CYCLES):
         run(number)
-    # A thread ends a moment after it was asked to, which no engine waits for.
+    # Threads end a moment after the shutdown.
     assert wait_until(before.now_no_more), (vars(before), vars(Holdings()))
     assert list(tmp_path.iterdir()) == []
 

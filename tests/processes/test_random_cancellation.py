@@ -1,4 +1,4 @@
-"""Cancelled at random moments, in every way, over real processes: nothing is left, and the others get their bytes."""
+"""Requests are cancelled at random moments in all ways. Nothing is left, and other requests get the right text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AT_ONCE = 50
 
 
 async def read(engine: AsyncEngine, number: int, *, stream: bool) -> str:
-    """About as long as the longest wait before a cancellation; a third has two rows, some are stopped by text."""
+    """Read a stream that takes about as long as the longest wait. A third has two rows, and some have stop strings."""
     params = GREEDY | {"max_new_tokens": 5 + number % 60, "stop": ["zz"], "n": 1 + (number % 3 == 0)}
     generation = engine.async_generate(f"prompt {number % 40}", params, stream=stream)
     if not stream:
@@ -69,7 +69,7 @@ async def by_wait_for(reading: Awaitable[object], delay_s: float) -> None:
 
 
 async def by_drop(engine: AsyncEngine, number: int, delay_s: float) -> None:
-    """The last reference goes, in a cycle that only the collector finds."""
+    """Drop the last reference, in a cycle that only garbage collection finds."""
     held: dict[str, object] = {"stream": engine.async_generate(f"prompt {number}", {"max_new_tokens": 60}, stream=True)}
     held["self"] = held
     await asyncio.sleep(delay_s)
@@ -110,7 +110,7 @@ async def interrupt(engine: AsyncEngine, draw: random.Random, numbers: range) ->
         pytest.param(1000, {"dp_size": 2}, marks=pytest.mark.slow),
     ],
 )
-async def test_cancellations_at_random_moments(count: int, sizes: dict[str, int]) -> None:
+async def test_cancellations_at_random_moments_leave_nothing(count: int, sizes: dict[str, int]) -> None:
     draw = random.Random(1)
     async with fake_async_engine(processes=True, step_time_s=0.001, num_pages=256, max_running=16, **sizes) as engine:
         before = await read(engine, 58, stream=True)
@@ -129,8 +129,8 @@ async def test_cancellations_at_random_moments(count: int, sizes: dict[str, int]
 # ---------------------------------------------------------------- behind a middleware that runs its own task group
 
 
-class PassOn(BaseHTTPMiddleware):
-    """Starlette's way of middleware, which reads the response in a task of its own."""
+class ForwardingMiddleware(BaseHTTPMiddleware):
+    """A middleware like Starlette's, which reads the response in another task."""
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         return await call_next(request)
@@ -148,7 +148,7 @@ def app_of(engine: AsyncEngine) -> Starlette:
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def whole(request: Request) -> Response:
-        """A handler that receives no disconnect unless it listens for it."""
+        """A handler that sees a disconnect only if it waits for it."""
         generation = engine.async_generate("b", {"max_new_tokens": 200})
 
         async def gone() -> None:
@@ -162,7 +162,7 @@ def app_of(engine: AsyncEngine) -> Starlette:
             group.cancel_scope.cancel()
         return JSONResponse(out)
 
-    middleware = [Middleware(PassOn), Middleware(PassOn)]
+    middleware = [Middleware(ForwardingMiddleware), Middleware(ForwardingMiddleware)]
     return Starlette(routes=[Route("/stream", stream), Route("/whole", whole)], middleware=middleware)
 
 
@@ -185,8 +185,8 @@ class Uvicorn:
         await self.task
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of uvicorn's own imports
-async def test_clients_that_go_away_from_behind_a_middleware() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of uvicorn's imports
+async def test_disconnects_behind_a_middleware_leave_nothing() -> None:
     draw, longest_s = random.Random(3), 0.1
 
     async def go_away(client: httpx.AsyncClient, path: str) -> None:
@@ -199,7 +199,7 @@ async def test_clients_that_go_away_from_behind_a_middleware() -> None:
         fake_async_engine(processes=True, step_time_s=0.005) as engine,
         Uvicorn(app_of(engine)) as server,
     ):
-        while engine.stats()["num_aborted"] <= 5:  # on a busy machine clients go before their requests have come
+        while engine.stats()["num_aborted"] <= 5:  # on a busy machine, clients disconnect before their requests arrive
             longest_s *= 2
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client:
                 paths = [("/stream", "/whole")[number % 2] for number in range(60)]

@@ -31,14 +31,16 @@ def pid_of(engine: AsyncEngine, role: str) -> int:
     return next(process["pid"] for process in engine.health()["processes"] if process["role"] == role)
 
 
-async def stream_ids(engine: AsyncEngine, prompt: str, params: dict[str, Any], act: Callable[[], None]) -> list[int]:
-    """Stream an answer, and call ``act`` after a few tokens. Return all ids."""
+async def stream_ids(
+    engine: AsyncEngine, prompt: str, params: dict[str, Any], function: Callable[[], None]
+) -> list[int]:
+    """Stream an answer, and call ``function`` after a few tokens. Return all ids."""
     token_ids: list[int] = []
     async for chunk in engine.async_generate(prompt, params, stream=True):
         was_short = len(token_ids) < 10
         token_ids += chunk["output_ids"]
         if was_short and len(token_ids) >= 10:
-            act()
+            function()
     return token_ids
 
 
@@ -65,11 +67,11 @@ async def test_streams_continue_after_the_loss_of_a_process(
         before = pid_of(engine, "scheduler"), pid_of(engine, "runner-1")
         lost = [pid_of(engine, role)]
 
-        def act() -> None:
-            if lost:  # only the first stream acts
+        def kill() -> None:
+            if lost:  # only the first stream kills
                 os.kill(lost.pop(), number)
 
-        streams = [stream_ids(engine, prompt, params, act) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        streams = [stream_ids(engine, prompt, params, kill) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
         assert await asyncio.gather(*streams) == expected
         after = pid_of(engine, "scheduler"), pid_of(engine, "runner-1")
         assert after == before if role == "detokenizer" else set(before).isdisjoint(after)

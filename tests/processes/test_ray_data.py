@@ -74,7 +74,7 @@ def test_code_of_the_guide_runs() -> None:
 
 @pytest.mark.slow
 def test_killed_node_costs_no_row(cluster: Cluster) -> None:
-    blocker = ray.remote(num_cpus=1)(Blocker).remote()  # the first node has place for one engine
+    blocker = ray.remote(num_cpus=1)(Blocker).remote()  # the first node has resources for one engine
     ray.get(blocker.wait.remote())
     second = add_node(cluster, 1)
     rows = [{"id": number, "prompt": FRANCE} for number in range(60)]

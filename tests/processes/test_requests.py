@@ -1,4 +1,4 @@
-"""Requests that ask for more, through the whole engine: hidden states, embeddings, custom processors, beam search.
+"""Requests with hidden states, embeddings, custom processors or beam search, through the complete engine.
 
 One engine serves all of them; each kind has its tests of the runner under ``compute``.
 """
@@ -93,7 +93,7 @@ def test_a_processor_that_does_not_end_fails_its_rows_alone(llm: Engine) -> None
         ({"custom_logit_processor": [FORCE]}, TypeError, "custom_logit_processor is a list, but there is one prompt"),
     ],
 )
-def test_misuse_of_custom_processors_is_refused_at_the_call(
+def test_wrong_custom_processors_are_refused_by_the_call(
     llm: Engine, options: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -114,7 +114,7 @@ def test_hidden_states_of_whole_answers_streams_batches_and_samples_are_the_same
     assert [state.ndim for state in states] == [2, 1, 1, 1, 1, 1]
     assert len(states[0]) == answer["meta_info"]["prompt_tokens"]
     assert {(state.dtype, state.shape[-1]) for state in states} == {(np.dtype(np.float32), states[0].shape[1])}
-    states[0][0] = 0.0  # they can be written to
+    states[0][0] = 0.0  # the arrays are writable
 
     states = states_of(llm.generate(PROMPT, SIX, return_hidden_states=True))
     streamed: list[np.ndarray] = []
@@ -151,7 +151,7 @@ def test_last_hidden_state_comes_with_the_last_chunk(llm: Engine) -> None:
     ("value", "error"),
     [("first", ValueError), (1, TypeError), (["last", "x"], TypeError), ("LAST", ValueError)],
 )
-def test_misuse_of_hidden_states_is_refused_at_the_call(llm: Engine, value: object, error: type[Exception]) -> None:
+def test_wrong_hidden_state_options_are_refused_by_the_call(llm: Engine, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="return_hidden_states"):
         llm.generate(PROMPT, SIX, return_hidden_states=value)  # type: ignore[call-overload]
 
@@ -168,7 +168,7 @@ def test_too_many_hidden_states_are_refused(llm: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def table() -> torch.Tensor:
-    """[V, D], the embeddings of the demo model."""
+    """The embeddings [V, D] of the demo model."""
     [file] = DEMO.glob("*.safetensors")
     with safe_open(file, "pt") as tensors:
         return tensors.get_tensor("model.embed_tokens.weight").float()
@@ -240,7 +240,7 @@ def test_embeddings_in_streams_and_samples_with_the_options_of_a_call(llm: Engin
         ({"input_embeds": np.zeros((5000, 256))}, RequestTooLargeError, "5000 tokens"),
     ],
 )
-def test_misuse_of_embeddings_is_refused(
+def test_wrong_embeddings_are_refused(
     llm: Engine, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -291,7 +291,7 @@ def test_beam_search_equals_transformers(
     assert found["text"] == [llm.tokenizer.decode(ids + answer["output_ids"])[len(CAPITAL) :] for answer in found]
 
 
-def test_parameters_of_the_distribution_act_in_beam_search_where_logprobs_are_processed(llm: Engine) -> None:
+def test_beam_search_uses_distribution_parameters_if_logprobs_are_processed(llm: Engine) -> None:
     plain = llm.beam_search(CAPITAL, 2, 6)
     word = plain[0]["text"].split()[0]
     without = llm.beam_search(llm.tokenizer.encode(CAPITAL), 2, 6, bad_words=[word])
@@ -302,7 +302,7 @@ def test_parameters_of_the_distribution_act_in_beam_search_where_logprobs_are_pr
     assert any(answer["meta_info"]["finish_reason"]["matched"] == plain[0]["output_ids"][1] for answer in stopped)
 
 
-async def test_beam_search_of_both_faces_on_any_loop(llm: Engine) -> None:
+async def test_beam_search_of_both_engines_on_any_loop(llm: Engine) -> None:
     expected = llm.beam_search(CAPITAL, 3, 5)
     found = await llm.async_beam_search(CAPITAL, beam_width=3, max_new_tokens=5)
     assert found["output_ids"] == expected["output_ids"]
@@ -315,7 +315,7 @@ async def test_beam_search_of_both_faces_on_any_loop(llm: Engine) -> None:
             await engine.async_beam_search(CAPITAL, temperature=0.5)
 
 
-def test_misuse_of_beam_search_is_refused(llm: Engine) -> None:
+def test_wrong_beam_search_arguments_are_refused(llm: Engine) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         llm.beam_search("")
     for wrong in ([[1, 2], [3]], ["a", "b"], np.array([[1, 2]]), None, 5, {1}):

@@ -160,7 +160,7 @@ async def test_step_that_does_not_end_is_computed_again(tmp_path: Path) -> None:
         assert engine.stats()["num_restarts"] == 1
 
 
-# ---------------------------------------------------------------- the end of patience
+# ---------------------------------------------------------------- too many losses
 
 
 @process
@@ -183,7 +183,7 @@ async def test_too_many_losses_end_all_calls_with_an_error() -> None:
             engine.async_generate("later")
         with pytest.raises(EngineDeadError):
             await engine.flush_cache()
-        assert time.monotonic() - killed_at < 20  # and not after a timeout
+        assert time.monotonic() - killed_at < 20  # not after a timeout
         error = caught.value
         assert (error.role, error.pid, error.signal) == ("detokenizer", pid, signal.SIGKILL)
         assert error.__notes__ == [
@@ -244,7 +244,7 @@ async def test_failed_replacements_count_as_restarts(
         assert isinstance(error, EngineDeadError)
         assert error.signal == signal.SIGKILL
         assert words in str(error.__cause__)
-        if how != "sleep":  # a slow one may not come so far in time
+        if how != "sleep":  # a slow process may not start in time
             assert marker.read_text() == ".."
         assert frontend.supervisor.num_restarts == 2
         assert not any(state.alive for state in frontend.supervisor.process_states())
@@ -303,7 +303,7 @@ async def test_exit_right_after_the_start_is_noticed(max_restarts: int, monkeypa
             assert isinstance(await frontend.failure(), EngineDeadError)
 
 
-# ---------------------------------------------------------------- meanwhile
+# ---------------------------------------------------------------- calls during recovery
 
 
 @process
@@ -497,7 +497,7 @@ DEMO_PARAMS: list[Mapping[str, object]] = [
 @process
 @pytest.mark.slow
 async def test_demo_model_continues_bit_for_bit() -> None:
-    """Penalties count prompt and output as before, draws fall as before, whoever was in the batch."""
+    """Seeds and penalties do not depend on the batch or on a restart."""
     prompts = ["Tell me a long story.", "讲一个故事"]
 
     async def read(stream: Stream) -> list[tuple[str, list[int]]]:

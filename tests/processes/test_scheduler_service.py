@@ -106,7 +106,7 @@ def test_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatc
 def test_statistics_are_sent_at_intervals_when_idle_and_as_heartbeats() -> None:
     loop = Loop()
     loop.give(1.0)
-    assert len(loop.of(Stats)) == 1  # the first sign of life
+    assert len(loop.of(Stats)) == 1  # the first heartbeat
     loop.give(1.05, submit(1, limits=Limits(100)))
     loop.give(1.06)
     assert len(loop.of(Stats)) == 1
@@ -211,7 +211,7 @@ def test_no_statistics_are_sent_while_no_step_ends(monkeypatch: pytest.MonkeyPat
     for tenth in range(20, 90):
         loop.give(tenth / 10)
     assert len(loop.of(Stats)) == 1
-    assert loop.call("pause", 9.0).success  # now it is meant to rest
+    assert loop.call("pause", 9.0).success  # it is paused now
     num_stats = len(loop.of(Stats))
     loop.give(10.5)
     loop.give(12.0)
@@ -264,7 +264,7 @@ async def test_only_streams_get_a_message_when_their_grammar_is_compiled() -> No
     await until(lambda: loop.give(1.0) or not loop.service._compiling)
     assert [message.compiled for message in loop.of(TextChunks)] == [[0]]
     request = replace(submit(3), sampling=replace(submit(3).sampling, grammar=Grammar("regex", "a")))
-    loop.give(1.0, request)  # its grammar is there
+    loop.give(1.0, request)  # its grammar is compiled
     assert loop.of(TextChunks)[-1].compiled == [3]
 
 

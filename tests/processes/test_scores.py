@@ -52,7 +52,7 @@ def test_scores_equal_a_plain_forward(llm: Engine, labels: list[int]) -> None:
     assert found.prompt_tokens == sum(len(llm.tokenizer.encode(QUERY + item)) for item in ITEMS)
 
 
-def test_ids_labels_of_each_item_and_the_item_first(llm: Engine, labels: list[int]) -> None:
+def test_items_may_be_ids_have_own_labels_or_come_first(llm: Engine, labels: list[int]) -> None:
     whole = [llm.tokenizer.encode(QUERY + item) for item in ITEMS]
     expected = llm.score(QUERY, ITEMS, labels)
     by_ids = llm.score(whole[0][:2], [ids[2:] if ids[:2] == whole[0][:2] else ids for ids in whole], labels)
@@ -96,7 +96,7 @@ def test_ids_labels_of_each_item_and_the_item_first(llm: Engine, labels: list[in
         (("q", ["a"], [1]), {"item_first": 1}, "item_first"),
     ],
 )
-def test_wrong_arguments_of_score_are_named(
+def test_wrong_arguments_of_score_are_refused_by_name(
     llm: Engine, arguments: tuple[object, ...], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

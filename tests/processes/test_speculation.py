@@ -54,7 +54,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def shape_of(engine: Engine | AsyncEngine, answer: Any) -> list[object]:
-    """All of an answer that must not depend on drafts, with arrays as bytes."""
+    """Return all of an answer that must not depend on drafts, with arrays as bytes."""
     answers = list(answer) if isinstance(answer, list) else [answer]
     keys = ("finish_reason", "output_token_logprobs", "output_top_logprobs", "input_token_logprobs")
     return [
@@ -254,7 +254,7 @@ def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders:
         with pytest.raises(ValueError, match=message):
             Engine(**{**folders.arguments("EAGLE3"), "speculative_draft_model_path": tmp_path / name})
     arguments = folders.arguments("EAGLE3")
-    with pytest.raises(ValueError, match=r"8 tensors missing: layers\.0\."):  # no EAGLE head
+    with pytest.raises(ValueError, match=r"8 tensors missing: layers\.0\."):  # not an EAGLE head
         Engine(**{**arguments, "speculative_algorithm": "EAGLE"})
     with pytest.raises(ValueError, match="'MTP' does not work for .*no layers for multi-token prediction"):
         Engine(**{**arguments, "speculative_algorithm": "MTP", "speculative_draft_model_path": None})

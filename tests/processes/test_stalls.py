@@ -157,7 +157,7 @@ async def test_long_control_call_is_no_stall() -> None:
         for name in ("server_info", "flush_cache", ECHO):
             reply = await frontend.call(name)
             assert (name, reply.success, frontend.failures) == (name, True, [])
-        os.kill(frontend.supervisor.process_states()[0].pid, signal.SIGSTOP)  # the next silence is one
+        os.kill(frontend.supervisor.process_states()[0].pid, signal.SIGSTOP)  # the next silence is a stall
         assert isinstance(await frontend.failure(10.0), EngineStalledError)
 
 

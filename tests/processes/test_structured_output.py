@@ -1,4 +1,4 @@
-"""Structured output of the whole engine on the demo model: every answer fits, whatever happens beside it."""
+"""Structured output of the complete engine with the demo model. Every answer follows its grammar."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check(name: str, text: str, reason: object) -> None:
     params = REQUESTS[name]
     if name in {"free", "cut"}:
         return
-    if reason == "length":  # the only way to be incomplete
+    if reason == "length":  # only these answers may be incomplete
         return
     assert reason == "stop"
     if name == "thought":
@@ -107,22 +107,26 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def alone(engine: Engine) -> dict[str, Rows]:
-    """Every request by itself, which all other ways of asking must equal."""
+def single_answers(engine: Engine) -> dict[str, Rows]:
+    """Return the answers of single requests. All other ways to send them must return the same."""
     return {name: asyncio.run(ask(engine, name)) for name in REQUESTS}
 
 
-async def test_answers_fit_alone_in_a_batch_and_in_streams(engine: Engine, alone: dict[str, Rows]) -> None:
-    for name, rows in alone.items():
+async def test_answers_follow_their_grammar_alone_in_a_batch_and_in_streams(
+    engine: Engine, single_answers: dict[str, Rows]
+) -> None:
+    for name, rows in single_answers.items():
         for text, _, reason in rows:
             check(name, text, reason)
-    for name in ("schema", "regex", "choice", "ebnf", "forced"):  # grammars of fewer tokens than max_new_tokens
-        assert alone[name][0][2] == "stop", name
-    assert await ask_all(engine) == alone
-    assert await ask_all(engine, stream=True) == alone
+    for name in ("schema", "regex", "choice", "ebnf", "forced"):  # grammars with fewer tokens than max_new_tokens
+        assert single_answers[name][0][2] == "stop", name
+    assert await ask_all(engine) == single_answers
+    assert await ask_all(engine, stream=True) == single_answers
 
 
-async def test_answers_are_the_same_when_the_scheduler_is_killed(engine: Engine, alone: dict[str, Rows]) -> None:
+async def test_answers_are_the_same_when_the_scheduler_is_killed(
+    engine: Engine, single_answers: dict[str, Rows]
+) -> None:
     names = ("schema", "hot", "regex", "thought", "forced")
     before = engine.stats()
     asked = [asyncio.create_task(ask(engine, name)) for name in names]
@@ -134,12 +138,12 @@ async def test_answers_are_the_same_when_the_scheduler_is_killed(engine: Engine,
     await until(lambda: engine.stats()["num_streams"] >= 2)
     os.kill(scheduler, signal.SIGKILL)
     assert "".join([chunk["text"] async for chunk in await opening]) == "yes"
-    assert await asyncio.gather(*asked) == [alone[name] for name in (*names, "choice")]
+    assert await asyncio.gather(*asked) == [single_answers[name] for name in (*names, "choice")]
     assert engine.stats()["num_restarts"] == before["num_restarts"] + 1
 
 
 async def count_steps(engine: Engine, name: str, *, return_logprob: bool) -> tuple[dict[str, Any], int]:
-    """An answer, and the number of its steps."""
+    """Return an answer, and the number of its steps."""
     await until(lambda: not engine.stats()["num_running"])  # the statistics of earlier requests have arrived
     before = engine.stats()
     params = {"max_new_tokens": 64, **REQUESTS[name]}
@@ -186,7 +190,7 @@ async def test_thinking_ends_by_itself_by_force_or_in_the_prompt(engine: Engine)
     assert (await engine.async_generate("Think: ", params))["text"] == "</think>yes"
 
 
-async def test_tags_stand_in_free_text(engine: Engine) -> None:
+async def test_tags_may_be_in_free_text(engine: Engine) -> None:
     params = {"structural_tag": TAG, "max_new_tokens": 30, "seed": 3, "logit_bias": {"0": 8.0}}
     out = await engine.async_generate("Text: ", params)
     assert all(re.match(r"\d</n>", part) for part in out["text"].split("<n>")[1:] if len(part) > 5)
@@ -226,7 +230,7 @@ async def test_grammar_that_can_never_end_is_refused_before_generation(engine: E
     assert (rows[0].keyword, rows[1]["text"]) == ("ebnf", "z")
 
 
-async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> None:
+async def test_schema_in_an_ebnf_is_refused_with_its_position(engine: Engine) -> None:
     with pytest.raises(UnsupportedSchemaError) as raised:
         await engine.async_generate("x", {"ebnf": 'start: %json {"items": {"contains": {}}}'})
     assert (raised.value.pointer, raised.value.keyword) == ("/items", "contains")
@@ -234,7 +238,7 @@ async def test_a_schema_in_an_ebnf_is_refused_with_its_place(engine: Engine) -> 
 
 async def test_a_request_that_waits_for_its_grammar_can_be_left(engine: Engine) -> None:
     words = [f"word{number}" for number in range(900)]
-    long = {"regex": f"({'|'.join(words)})[ab]{{900}}", "max_new_tokens": 1000}  # takes seconds if it is not left
+    long = {"regex": f"({'|'.join(words)})[ab]{{900}}", "max_new_tokens": 1000}  # it takes seconds if it is not left
     task = asyncio.ensure_future(engine.async_generate("x", long, timeout=20))
     await asyncio.sleep(0)
     task.cancel()

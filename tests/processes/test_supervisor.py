@@ -178,7 +178,7 @@ async def test_prompts_that_fill_a_quarter_of_a_step_are_sent_immediately(monkey
             assert (await frontend.finished(uid)).code == FinishCode.LENGTH
 
 
-# ---------------------------------------------------------------- death
+# ---------------------------------------------------------------- losses
 
 
 @process
@@ -221,7 +221,7 @@ def test_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
                 if not any(state.alive for state in frontend.supervisor.process_states()):
                     break
             assert not any(state.alive for state in frontend.supervisor.process_states())
-            frontend.submit(2)  # harmless
+            frontend.submit(2)  # it has no effect
         assert len(frontend.failures) == 1
         return error, took_s
 
@@ -230,7 +230,7 @@ def test_killed_child_is_an_error_within_a_second(role: str, kind: str) -> None:
         error, took_s = runner.run(main())
     assert isinstance(error, EngineDeadError)
     assert (error.role, error.signal) == (role, signal.SIGKILL)
-    assert took_s < 10  # far less than stall_timeout, which would find it too
+    assert took_s < 10  # far less than stall_timeout, which would detect it, too
 
 
 @launchers
@@ -468,7 +468,7 @@ async def test_start_without_a_directory_for_sockets_names_the_directories(monke
         await Frontend().supervisor.start()
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- stops
 
 
 @launchers
@@ -513,7 +513,7 @@ def test_engine_can_be_killed_without_its_loop() -> None:
         assert all(state.alive for state in frontend.supervisor.process_states())
         return frontend
 
-    frontend = asyncio.run(begin())  # which cancels the engine's tasks, so that it may have begun to end
+    frontend = asyncio.run(begin())  # this cancels the engine's tasks, so that it may have started to end
     frontend.supervisor.kill_now()
     frontend.supervisor.kill_now()
     assert not any(state.alive for state in frontend.supervisor.process_states())
@@ -534,11 +534,11 @@ async def test_starting_and_stopping_many_times_leaks_nothing() -> None:
     before = holdings()
     for _ in range(2):
         await asyncio.gather(cycle(), cycle())
-    # A thread ends a moment after it was asked to, which no caller waits for.
+    # Threads end a moment after the shutdown.
     await until(lambda: all(now <= then for now, then in zip(holdings(), before, strict=True)))
 
 
-# ---------------------------------------------------------------- what children say
+# ---------------------------------------------------------------- logs and resources of children
 
 
 def build_and_log(settings: Settings, report: Callable[[Progress], None]) -> FakeRunner:

@@ -73,8 +73,8 @@ def test_end_on_the_loop_thread_ends_all_rows(end: str, options: dict[str, objec
     reading = threading.Thread(target=read_batch, args=(llm, outcome), kwargs=options, daemon=True)
     reading.start()
     time.sleep(0.1)
-    act, expected = ENDS[end]
-    llm._portal.loop.call_soon_threadsafe(act(llm))
+    make_end, expected = ENDS[end]
+    llm._portal.loop.call_soon_threadsafe(make_end(llm))
     reading.join(20)
     assert not reading.is_alive()
     assert outcome
@@ -154,7 +154,7 @@ async def test_task_that_does_not_end_is_given_up(
 async def test_task_is_cancelled_from_another_thread_at_once() -> None:
     failures = list[EngineDeadError]()
     task = EngineTask(asyncio.sleep(60), name="aioengine-work", on_failure=failures.append)
-    asyncio.get_running_loop().set_debug(True)  # in which tasks refuse other threads
+    asyncio.get_running_loop().set_debug(True)  # tasks refuse other threads in debug mode
     await asyncio.sleep(0)
     await asyncio.to_thread(task.cancel)
     async with asyncio.timeout(30):
@@ -355,7 +355,7 @@ def test_ctrl_c_during_a_download_from_the_hub_ends_the_program_soon(
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=90)
     assert running.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in err.splitlines()  # behind it Python may say that the hub left a folder to it
+    assert "KeyboardInterrupt" in err.splitlines()  # Python may warn afterwards of a temporary folder of the hub
 
 
 FORKS = {
@@ -438,7 +438,7 @@ def test_ctrl_c_anywhere_in_a_constructor_leaves_nothing_that_runs() -> None:
         with RaiseAtCall(num_places, *files) as injected, contextlib.suppress(KeyboardInterrupt):
             kept = Engine.from_blueprint(blueprint)
         is_raised = injected.is_raised
-        if kept is not None:  # at the last place nothing is raised
+        if kept is not None:  # nothing was raised in the last round
             kept.shutdown()
         assert wait_until(lambda: not threads_but(before)), (num_places, threads_but(before))
     assert num_places > 20

@@ -106,7 +106,7 @@ async def test_cancelled_call_logs_no_error_when_it_fails_later(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(joining, 0.5)
     del engine, joining
-    gc.collect()  # of the task
+    gc.collect()  # the error of the task
     assert all(record.levelno < logging.WARNING for record in caplog.records)
 
 

@@ -1,4 +1,4 @@
-"""The whole engine with a model whose windowed layers give pages back."""
+"""The complete engine with a model whose windowed layers free pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POOL = 2 * 512
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Of three page tables: one for a layer without a window, and two for those with one."""
+    """An engine with three page tables: one for a layer without a window, and two for layers with windows."""
     folder = tmp_path_factory.mktemp("windowed")
     sizes = {"sliding_window": 12, "num_hidden_layers": 3, "max_position_embeddings": 512}
     save_model("gemma3_text", folder, dtype=torch.float32, **sizes)
@@ -62,7 +62,7 @@ def test_sessions_keep_the_window_of_their_next_turn(engine: Engine) -> None:
         history += out["output_ids"]
         turn = {"id": sid, "rid": out["meta_info"]["id"]}
         cached.append(out["meta_info"]["cached_tokens"])
-        for _ in range(2):  # others press on the pool
+        for _ in range(2):  # other requests use the pool
             cold(engine, random.Random(len(cached)).choices(range(1, 250), k=400))
     engine.close_session(sid)
     assert cached == [0, 136, 228]
