@@ -1,7 +1,7 @@
 """Device-side tests: torch on the CPU, with the same number of threads on every machine.
 
-Models have one thread, because threads cost a quarter of the CPU time where tensors are tiny. All other tests, and the
-tests of independent rows, have two. OMP_NUM_THREADS changes both numbers.
+Tests of models have one thread, because a second one costs a quarter of the CPU time with tiny tensors. All other
+tests, and the tests of independent rows, have two. OMP_NUM_THREADS changes both numbers.
 """
 
 from __future__ import annotations

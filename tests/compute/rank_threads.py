@@ -79,7 +79,7 @@ def rank_threads(num_ranks: int) -> Iterator[RankThreads]:
 
 @contextmanager
 def ranked_world(settings: Settings, num_ranks: int, kind: type[AnyWorld] = World) -> Iterator[AnyWorld]:
-    """A world with several ranks: rank 0 in this thread, the services of the others in threads of their own."""
+    """A world with several ranks. Rank 0 is in this thread, and the services of other ranks are in other threads."""
     config = read_config(Path(settings.model.path))
     assert config is not None
     models.build(config, options())  # msgspec may not prepare a type in several threads at once

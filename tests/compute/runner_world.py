@@ -82,7 +82,7 @@ EXTRA_SIZES: dict[str, dict[str, object]] = {
 
 
 def save_model(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, **changes: object) -> torch.nn.Module:
-    """A random model of this family, saved to the folder; gives transformers' own."""
+    """Save a random model of this family to the folder. Return the model of transformers."""
     torch.manual_seed(7)
     config = FAMILIES[family](**{**SIZES, **EXTRA_SIZES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -169,7 +169,7 @@ class World:
             num_snapshots=int(self.runner.facts.get("num_snapshots", 0)),
             windows=page_windows(self.runner.facts),
         )
-        self.leading: Runner[Ticket] = self.runner  # of all ranks
+        self.leading: Runner[Ticket] = self.runner  # the messages of all ranks
         if self.send_to_ranks is not None:
             self.leading = LeadingRunner(self.runner, self.send_to_ranks)
         self.core: SchedulerCore[Ticket] = SchedulerCore(scheduler, self.leading, self.settings.scheduler.depth)
@@ -185,7 +185,7 @@ class World:
         embeds: bytes = b"",
         media: list[Media] | None = None,
     ) -> int:
-        """With ``max_new_tokens`` 0 only logprobs are given. ``embeds``: of the prompt, whose ids mean nothing."""
+        """Submit a request. With ``max_new_tokens`` 0 it returns only logprobs. ``embeds`` replace the ids."""
         uid = self._next_uid
         self._next_uid += 1
         sampling = sampling or Sampling(uid, temperature=0.0)
@@ -218,7 +218,7 @@ class World:
     def answers(
         self, prompts: list[list[int]], samplings: list[Sampling] | None = None, *, max_new_tokens: int = 12
     ) -> list[list[int]]:
-        """All together."""
+        """Return the outputs of all prompts, which run together."""
         picked = samplings or [Sampling(0, temperature=0.0)] * len(prompts)
         uids = [
             self.submit(prompt, sampling, max_new_tokens=max_new_tokens)
@@ -229,7 +229,7 @@ class World:
 
 
 def check_greedy(world: World, theirs: Any, prompts: list[list[int]], *, num_new: int) -> None:
-    """Each greedy token of the prompts, which run together, has the highest logit but for rounding.
+    """Check that greedy tokens of the prompts in one batch have the highest logits, except for rounding.
 
     ``theirs``: the model of transformers. The runner is closed.
     """

@@ -1,4 +1,4 @@
-"""Runs a model over the paged pool step by step, as a runner would, for tests that choose the steps themselves."""
+"""Runs a model over the paged pool like a runner, in steps that a test chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_SLOTS = 16
 
 @dataclass
 class Request:
-    """Tokens, those computed so far, its pages, the slot of its states, and the logits of every computed position."""
+    """Token ids, the number of computed tokens, pages, the slot of states, and the logits of all computed positions."""
 
     token_ids: list[int]
     pages: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ def options(dtype: torch.dtype = torch.float32, max_positions: int = 512) -> Mod
 
 
 def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: int) -> ForwardBatch:
-    """Rows of (start, count) with their page tables."""
+    """Return a batch of rows of (start, count) with these page tables."""
     slots = [
         table[position // page_size] * page_size + position % page_size
         for (start, count), table in zip(rows, tables, strict=True)
@@ -53,7 +53,7 @@ def make_batch(rows: list[tuple[int, int]], tables: list[list[int]], page_size: 
 
 
 def write_and_attend(attention: StepAttention, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-    """q [T, H, E], k and v [T, K, E] -> [T, H * E], with k and v written to the KV pool before."""
+    """Write k and v [T, K, E] to the KV pool, and attend with q [T, H, E] -> [T, H * E]."""
     target = attention.target(layer)
     if isinstance(target, KVTarget):
         target.write(k, v)
@@ -63,7 +63,7 @@ def write_and_attend(attention: StepAttention, q: Tensor, k: Tensor, v: Tensor, 
 
 
 def make_inputs(model: Model, rows: list[tuple[int, int]], token_ids: Tensor | None = None) -> ModelInputs:
-    """Of rows of (start, count), with the last token of each as output; random token ids where none are given."""
+    """Return inputs of rows of (start, count) with their last tokens as outputs. By default, ids are random."""
     positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
     counts = torch.tensor([count for _, count in rows])
     return model_inputs(
@@ -76,7 +76,7 @@ def make_inputs(model: Model, rows: list[tuple[int, int]], token_ids: Tensor | N
 
 
 class Stepper:
-    """A model, a pool and pages given out in a scattered order; of a model that keeps states, slots in turn."""
+    """A model and a pool. Pages are allocated in random order, and slots of states in order."""
 
     def __init__(self, model: Model, *, page_size: int = 16, num_pages: int = 128) -> None:
         self.model = model
@@ -126,7 +126,7 @@ class Stepper:
             request.num_computed += count
 
     def run(self, token_ids: list[int], chunks: list[int]) -> Tensor:
-        """Logits [tokens, V] of a request alone, computed in these chunks and then token by token."""
+        """Return the logits [tokens, V] of one request that is computed in these chunks and then token by token."""
         request = Request(token_ids)
         for count in chunks:
             self.step([(request, count)])
@@ -137,7 +137,7 @@ class Stepper:
 
 
 def check_bits(ours: Model, token_ids: Tensor, whole: Tensor) -> None:
-    """The logits of 50 token_ids [T] are the bits of ``whole`` [T, V] in other chunks, pages and batches."""
+    """Check that logits of 50 token_ids [T] equal ``whole`` [T, V] bit for bit in other chunks and batches."""
     assert torch.equal(Stepper(ours, page_size=4).run(token_ids.tolist(), [7, 20, 1, 19]), whole)
     together = Stepper(ours)
     requests = [Request(token_ids.tolist()), Request(token_ids.flip(0).tolist()), Request(token_ids[:9].tolist())]

@@ -60,7 +60,7 @@ def test_inbox_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a CPU be a GPU: its tensors are prepared for the kernels of a GPU."""
+    """Prepare the tensors of a CPU for the kernels of a GPU."""
     if device != "cpu":
         pytest.importorskip("triton")
     monkeypatch.setattr(launcher, "serves", lambda x: device != "cpu")

@@ -75,7 +75,7 @@ def test_activations_of_16_bits_are_nearly_exact(num_inputs: int, is_shared: boo
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(3, 512), (64, 512), (256, 512), (1792, 256)])
 @pytest.mark.parametrize("bits", [8, 16])
-def test_no_product_has_a_size_for_which_onednn_has_no_fast_kernel(
+def test_products_have_only_sizes_with_fast_onednn_kernels(
     num_outputs: int, num_inputs: int, bits: Literal[8, 16], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limits were measured with AMX."""

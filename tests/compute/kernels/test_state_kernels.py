@@ -114,7 +114,7 @@ class Space:
         self.matrices = torch.full((3, NUM_HEADS, KEY_SIZE, VALUE_SIZE), torch.nan)
 
     def run(self, chunks: list[int], slot: int) -> list[torch.Tensor]:
-        """Outputs [T, H, V], and the state at the end."""
+        """Return outputs [T, H, V], and the final state."""
         matrices, start = self.matrices.clone(), 0
         parts: list[torch.Tensor] = []
         for count in chunks:

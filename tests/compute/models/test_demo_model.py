@@ -65,7 +65,7 @@ class Demo(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def one_thread(few_threads: None) -> None:
-    """A model so small is done before a second thread has begun; on a busy machine waiting for one costs seconds."""
+    """Use one thread. Waiting for a second one costs seconds on a busy machine."""
     torch.set_num_threads(1)
 
 

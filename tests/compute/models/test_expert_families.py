@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, object]]] = {
 
 
 def pair(config: PreTrainedConfig, folder: Path) -> tuple[torch.nn.Module, Model]:
-    """transformers' model with random weights, and ours with the weights that it saved in the folder."""
+    """Return a transformers model with random weights, and ours with the same weights."""
     theirs = random_model(config)
     theirs.save_pretrained(folder)
     ours = models.build({**config.to_dict(), "architectures": [type(theirs).__name__]}, options())

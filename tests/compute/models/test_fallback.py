@@ -136,7 +136,7 @@ def test_logits_and_greedy_tokens_match_transformers(kind: str, tmp_path: Path) 
     assert any(chunked.num_cached.values())
     short_of_pages = world(tmp_path, num_pages=16)
     assert short_of_pages.answers(prompts, max_new_tokens=num) == answers
-    gives_back = "page_windows" in short_of_pages.runner.facts  # then there is room for both
+    gives_back = "page_windows" in short_of_pages.runner.facts  # then there is memory for both
     assert short_of_pages.num_preemptions > 0 or gives_back
 
 

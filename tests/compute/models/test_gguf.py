@@ -91,7 +91,7 @@ def test_dequantized_blocks_match_the_gguf_package(kind: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_logits_match_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     pytest.importorskip("gguf")
-    changes = {} if family != "qwen3" else {"head_dim": 128}  # which transformers takes for all
+    changes = {} if family != "qwen3" else {"head_dim": 128}  # transformers uses it for all layers
     model = transformers_model(family, tie_word_embeddings=tied, **changes)
     write_model(
         tmp_path / "model.gguf", described(model), model.state_dict(), "Q8_0", {"tokenizer.ggml.tokens": ["a"] * 300}
@@ -110,7 +110,7 @@ def test_rope_factors_of_llama_3_are_read(tmp_path: Path) -> None:
     factors = default / model.model.rotary_emb.inv_freq
     assert factors[-1] == pytest.approx(8)
     state = {**model.state_dict(), "rope_freqs.weight": factors}
-    # its name is one of llama.cpp's already
+    # its name is already that of llama.cpp
     write_model(tmp_path / "model.gguf", described(model), state, "F32")
     torch.testing.assert_close(our_logits(tmp_path / "model.gguf"), logits_of(model), rtol=1e-4, atol=1e-4)
     state["rope_freqs.weight"] = factors * 1.01

@@ -217,7 +217,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def make_settings(folder: Path, **changes: object) -> Settings:
-    """Of an engine of this model, with snapshots at multiples of 16 tokens, and with ``changes``."""
+    """Return settings for this model with snapshots at multiples of 16 tokens, and with ``changes``."""
     sizes = {"page_size": 4, "num_pages": 256, "max_running": 8, "chunk_tokens": 512, "vocab_size": 96, **changes}
     sizes = {"snapshot_tokens": 16, **sizes}
     return small_settings(path=str(folder), load_format="auto", context_length=128, **sizes)

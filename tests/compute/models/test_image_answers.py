@@ -86,7 +86,7 @@ class Served(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """The placeholder of an image in a prompt."""
+        """Return the placeholder of an image in a prompt."""
         return FAMILIES[self.model_type].prompt
 
     def check(self, images: list[Image.Image], answer: Any) -> None:
@@ -148,8 +148,8 @@ def test_sessions_and_streams_continue_after_scheduler_is_killed(served: Served)
 
 
 def check_session(served: Served) -> None:
-    """Turns about pictures of earlier turns have the answers of transformers, also after the scheduler was killed,
-    which knew their pages; a stream that runs meanwhile gives the text of the whole answer.
+    """Check turns about pictures of earlier turns, also after the scheduler with their pages was killed. A concurrent
+    stream has the text of the complete answer.
     """
     llm, one, two, mark = served.llm, drawing(5), drawing(6, (30, 80)), served.mark
     sid = llm.open_session()
@@ -202,7 +202,7 @@ def test_command_line_matches_the_engine(
 
 @torch.inference_mode()
 def vector_of(theirs: Any, ids: list[int], arrays: dict[str, torch.Tensor]) -> np.ndarray:
-    """The normalized state behind the last token, of transformers."""
+    """Return the normalized state of transformers after the last token."""
     states = theirs(input_ids=torch.tensor([ids]), output_hidden_states=True, **arrays).hidden_states[-1]
     return torch.nn.functional.normalize(states[0, -1], dim=-1).numpy()
 

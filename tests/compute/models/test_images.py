@@ -57,7 +57,7 @@ class Saved(NamedTuple):
         return replace_struct(settings, scheduler=replace_struct(settings.scheduler, whole_image_tokens=tokens))
 
     def prompts(self) -> list[Prompt]:
-        """Several images of several sizes, text before, between and behind them, and text alone."""
+        """Prompts with several images of several sizes, text before, between and after them, and only text."""
         one, two, three = self.pictures.draw(4, 6), self.pictures.draw(8, 4), self.pictures.draw(2, 2)
         return [
             prompt_of(TEXTS[0], one, TEXTS[1], two, TEXTS[2]),
@@ -80,7 +80,7 @@ def llava(tmp_path: Path) -> Saved:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
-    """How often the tower ran, by the shape of its pixels."""
+    """The number of calls of the tower, by the shape of its pixels."""
     counts: Counter[tuple[int, ...]] = Counter()
     encode = ImageDecoder.encode_image
 
@@ -304,8 +304,8 @@ def test_tensor_names_of_older_and_newer_files_load(model_type: str, prefixes: d
     assert {ours for ours in prefixes if not any(name.startswith(ours) for name in names)} == set()
 
 
-def their_states(saved: Saved, prompt: Prompt) -> torch.Tensor:
-    """[X, D] behind the last norm, by transformers."""
+def reference_states(saved: Saved, prompt: Prompt) -> torch.Tensor:
+    """Return the states [X, D] of transformers after the last norm."""
     found: list[torch.Tensor] = []
     head = saved.theirs.get_output_embeddings()
     assert head is not None
@@ -321,17 +321,19 @@ def test_hidden_states_with_images_match(llava: Saved) -> None:
     sampling = replace_struct(GREEDY, hidden_states=ALL_STATES)
     uid = world.submit(prompt.token_ids, sampling, media=prompt.media, max_new_tokens=1)
     world.run()
-    extras = sorted(world.extras[uid], key=lambda each: each.kind == HIDDEN_STATES)  # that of the last position
+    extras = sorted(
+        world.extras[uid], key=lambda each: each.kind == HIDDEN_STATES
+    )  # the state of the last position comes last
     data = b"".join(each.data for each in extras if each.kind in (PROMPT_STATES, HIDDEN_STATES))
     found = np.frombuffer(data, np.float32).reshape(-1, 64)[: len(prompt.token_ids)]
-    np.testing.assert_allclose(found, their_states(llava, prompt).numpy(), atol=1e-3)
+    np.testing.assert_allclose(found, reference_states(llava, prompt).numpy(), atol=1e-3)
 
 
 def test_embeddings_with_images_match(llava: Saved) -> None:
     prompt = prompt_of(TEXTS[0], llava.pictures.draw(), TEXTS[1])
     settings = make_settings(llava.folder, chunk_tokens=16)
     world = World(replace_struct(settings, model=replace_struct(settings.model, task="embed")))
-    np.testing.assert_allclose(vector(world, prompt), their_states(llava, prompt)[-1].numpy(), atol=1e-3)
+    np.testing.assert_allclose(vector(world, prompt), reference_states(llava, prompt)[-1].numpy(), atol=1e-3)
 
 
 def vector(world: World, prompt: Prompt) -> npt.NDArray[np.float32]:

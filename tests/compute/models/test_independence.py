@@ -214,7 +214,7 @@ def test_kernel_with_another_summation_order_is_detected(monkeypatch: pytest.Mon
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor, scale: float, **_: bool
     ) -> _cpu_kernels.ChunkResult:
-        """One position after the other, but in two halves where there are about 256 of them."""
+        """Attend to one position after the other, but in two halves if there are about 256 positions."""
         scores = (q.float().unsqueeze(3) * k.float().unsqueeze(2)).sum(-1) * scale + mask
         terms = torch.exp(scores.clamp(max=9.0)).unsqueeze(-1) * v.float().unsqueeze(2)
         halves = terms.chunk(2, dim=3) if 192 < k.shape[2] < 384 else (terms,)
@@ -250,7 +250,7 @@ def test_fused_kernel_is_used_if_products_of_two_libraries_differ(monkeypatch: p
 
 
 def random_model(dtype: torch.dtype, head_size: int) -> models.Model:
-    """A Qwen3 (all parts that there are: head norms, biases), untied."""
+    """Return an untied Qwen3 with all parts, such as head norms and biases."""
     config = Qwen3Config(
         vocab_size=300, hidden_size=72, intermediate_size=200, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=head_size, attention_bias=True,
@@ -259,7 +259,7 @@ def random_model(dtype: torch.dtype, head_size: int) -> models.Model:
 
 
 def filled(model: models.Model) -> models.Model:
-    """The model with random weights."""
+    """Return the model with random weights."""
     generator = torch.Generator().manual_seed(0)
     for target in model.weights().values():
         target.tensor.copy_(torch.randn(target.shape, generator=generator) * 0.2)

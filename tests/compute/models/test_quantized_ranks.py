@@ -78,7 +78,7 @@ def check_close(logits: tuple[Tensor, Tensor], limit: float) -> None:
         *(pytest.param("experts", name, marks=pytest.mark.slow) for name in ("fp8-blocks", "nf4")),
     ],
 )
-def test_stored_formats(two_ranks: RankThreads, case: str, name: str, tmp_path: Path) -> None:
+def test_ranks_of_stored_formats_match_one_rank(two_ranks: RankThreads, case: str, name: str, tmp_path: Path) -> None:
     method = METHODS[name]
     config = Qwen3MoeConfig(**EXPERTS) if case == "experts" else config_of(case, **SIZES)
     random_model(config).save_pretrained(tmp_path)

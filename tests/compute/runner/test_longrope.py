@@ -33,8 +33,8 @@ def _model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module", name="prompts")
 def _prompts() -> list[list[int]]:
-    """Of requests that stay short, that become long with the first token or later, and that are long; all twice, the
-    second time with another last token.
+    """Return prompts that stay short, that become long with the first output token or later, and that are long. Each is
+    there twice, with different last tokens.
     """
     shuffled = random.Random(3)
     lengths = (10, 40, 41, 45, 63, 64, 65, 90)

@@ -17,7 +17,7 @@ from aioengine.scheduler.plan import NewRow
 
 @pytest.fixture(autouse=True)
 def one_thread(few_threads: None) -> None:
-    """On a busy machine two threads wait for each other most of the time."""
+    """Use one thread. On a busy machine, two threads mostly wait for each other."""
     torch.set_num_threads(1)
 
 

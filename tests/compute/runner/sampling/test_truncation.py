@@ -12,7 +12,7 @@ from aioengine.runner.sampling.truncation import draw, draw_truncated, kept
 
 @pytest.fixture(autouse=True)
 def one_thread(few_threads: None) -> None:
-    """On a busy machine two threads wait for each other most of the time."""
+    """Use one thread. On a busy machine, two threads mostly wait for each other."""
     torch.set_num_threads(1)
 
 
@@ -26,7 +26,7 @@ def truncation(num_rows: int, top_k: int, top_p: float, min_p: float) -> np.ndar
 
 
 def naive_kept(p: np.ndarray, *, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Sort everything, largest first and by index among equals, and walk."""
+    """Return the kept set by definition: sort by probability and index, and add up."""
     order = np.argsort(-p, kind="stable")[:top_k]
     whole = p[order].sum(dtype=np.float64) if top_k < len(p) else 1.0
     keep = np.zeros(len(p), dtype=bool)
@@ -77,7 +77,7 @@ def test_kept_set_is_the_defined_one(width: int, kind: str) -> None:
     for top_k, top_p, min_p in RULES:
         expected = naive_kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
         found = kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
-        # the histogram adds in another order: at a border two equal sums may differ in the last bit
+        # the histogram adds in another order, so that sums may differ in the last bit
         assert abs(int(found.sum()) - int(expected.sum())) <= (1 if top_p < 1.0 else 0), (top_k, top_p, min_p)
         assert (found <= expected).all() or (expected <= found).all()
 
@@ -101,7 +101,7 @@ def test_draw_is_the_inverse_of_the_cumulated_mass_of_the_kept_set(width: int, k
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_plain_draw_walks_the_vocabulary(width: int) -> None:
+def test_plain_draw_inverts_the_cumulated_probabilities(width: int) -> None:
     p = torch.stack(list(rows_of_probabilities(width).values()))
     for u in (0.0, 0.3, 0.999, 1 - 2**-53):
         tokens = torch.from_numpy(draw(p, np.full(len(p), u)))

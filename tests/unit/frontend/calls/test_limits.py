@@ -192,19 +192,19 @@ def test_caller_that_waits_twice_gets_one_place() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "open", "close", "wait"]), st.integers(0, 7))))
-def test_counts_are_right_after_any_sequence_of_calls(acts: list[tuple[str, int]]) -> None:
+def test_counts_are_right_after_any_sequence_of_calls(events: list[tuple[str, int]]) -> None:
     """A caller is in the queue once at a time."""
     world, places = World(), dict[int, QueuedCaller]()
-    for act, caller in acts:
-        if act == "enter" and caller not in places:
+    for event, caller in events:
+        if event == "enter" and caller not in places:
             places[caller] = world.enter(caller)
-        elif act == "leave" and caller in places:
+        elif event == "leave" and caller in places:
             world.limits.remove(places.pop(caller), world.now)
-        elif act == "open" and world.open_call(caller, num_bytes=1):
+        elif event == "open" and world.open_call(caller, num_bytes=1):
             places.pop(caller, None)
-        elif act == "close" and world.opened:
+        elif event == "close" and world.opened:
             world.close()
-        elif act == "wait":
+        elif event == "wait":
             world.now += RESERVED_S / 2
             world.limits.serve(world.now)
         assert len(world.opened) == world.limits.num_calls == world.limits.num_bytes <= RUNNING + QUEUED
