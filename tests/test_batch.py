@@ -40,10 +40,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 def rows(path: str | Path) -> dict[int, dict[str, Any]]:
     """Return the rows of a file. They must be complete and different."""
-    found = [json.loads(line) for line in Path(path).read_bytes().splitlines()]
-    indices = [row["index"] for row in found]
+    parsed = [json.loads(line) for line in Path(path).read_bytes().splitlines()]
+    indices = [row["index"] for row in parsed]
     assert len(set(indices)) == len(indices)
-    return dict(zip(indices, found, strict=True))
+    return dict(zip(indices, parsed, strict=True))
 
 
 def write(path: str, *items: object) -> None:
@@ -67,18 +67,18 @@ def test_each_row_has_the_answer_or_the_error_of_its_line(run: Run) -> None:
     done = run("in", "out", "--max-new-tokens", "7")
     assert done.returncode == 0
     assert done.stderr == "aioengine: rows with an error instead of an answer: 4\n"
-    found = rows("out")
-    assert sorted(found) == list(range(8))
-    texts = {index: row["text"] for index, row in found.items() if "text" in row}
+    out = rows("out")
+    assert sorted(out) == list(range(8))
+    texts = {index: row["text"] for index, row in out.items() if "text" in row}
     assert texts == {0: "one two", 1: "one", 2: "one two", 3: "one two"}
-    assert found[1]["custom_id"] == "mine"
-    assert found[6]["custom_id"] == 5
-    assert found[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 7}
-    messages = {index: row["error"]["message"] for index, row in found.items() if "error" in row}
+    assert out[1]["custom_id"] == "mine"
+    assert out[6]["custom_id"] == 5
+    assert out[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 7}
+    messages = {index: row["error"]["message"] for index, row in out.items() if "error" in row}
     assert sorted(messages) == [4, 5, 6, 7]
     assert "the line must be a JSON text" in messages[4]
     assert "temperature must be" in messages[6]
-    assert found[7]["error"]["type"] == "RequestTooLargeError"
+    assert out[7]["error"]["type"] == "RequestTooLargeError"
 
 
 def test_resuming_a_finished_job_changes_nothing(run: Run) -> None:
@@ -192,19 +192,19 @@ def test_openai_rows_have_the_answers_of_the_server(run: Run) -> None:
     done = run("in", "out", "--served-model-name", "mine")
     assert done.stderr == "aioengine: rows with an error instead of an answer: 9\n"
     lines = [json.loads(line) for line in Path("out").read_bytes().splitlines()]
-    found = {entry.get("id", "own"): entry for entry in lines}
-    assert found["own"]["index"] == 11
-    first = found["batch_req_0"]
+    entries = {entry.get("id", "own"): entry for entry in lines}
+    assert entries["own"]["index"] == 11
+    first = entries["batch_req_0"]
     assert (first["custom_id"], first["error"]) == ("id of /v1/chat/completions", None)
     assert first["response"]["status_code"] == 200
     assert first["response"]["request_id"]
     assert first["response"]["body"]["choices"][0]["message"]["content"] == "one t"
-    texts = [choice["text"] for choice in found["batch_req_1"]["response"]["body"]["choices"]]
+    texts = [choice["text"] for choice in entries["batch_req_1"]["response"]["body"]["choices"]]
     assert texts == ["one", "one"]
-    statuses = {number: found[f"batch_req_{number}"]["response"]["status_code"] for number in (2, 3, 8)}
+    statuses = {number: entries[f"batch_req_{number}"]["response"]["status_code"] for number in (2, 3, 8)}
     assert statuses == {2: 400, 3: 404, 8: 404}
-    assert len(found["batch_req_12"]["response"]["body"]["data"][0]["embedding"]) == HIDDEN_SIZE
-    refused = {number: found[f"batch_req_{number}"]["error"]["message"] for number in (4, 5, 6, 7, 9)}
+    assert len(entries["batch_req_12"]["response"]["body"]["data"][0]["embedding"]) == HIDDEN_SIZE
+    refused = {number: entries[f"batch_req_{number}"]["error"]["message"] for number in (4, 5, 6, 7, 9)}
     assert "leave out stream" in refused[4]
     assert "method must be POST" in refused[5]
     assert "url must be a path" in refused[6]
@@ -229,9 +229,9 @@ def test_row_that_an_endpoint_cannot_handle_has_status_500(run: Run, monkeypatch
     monkeypatch.setattr("aioengine.openai.router.chat_completions", broken)
     write("in", {"url": "/v1/chat/completions", "body": CHAT}, {"url": "/v1/completions", "body": {"prompt": "a"}})
     assert run("in", "out").stderr == "aioengine: rows with an error instead of an answer: 1\n"
-    found = {entry["id"]: entry["response"] for entry in map(json.loads, Path("out").read_bytes().splitlines())}
-    assert [found[f"batch_req_{number}"]["status_code"] for number in (0, 1)] == [500, 200]
-    assert found["batch_req_0"]["body"] == {"error": {"message": "Internal Server Error"}}
+    responses = {entry["id"]: entry["response"] for entry in map(json.loads, Path("out").read_bytes().splitlines())}
+    assert [responses[f"batch_req_{number}"]["status_code"] for number in (0, 1)] == [500, 200]
+    assert responses["batch_req_0"]["body"] == {"error": {"message": "Internal Server Error"}}
 
 
 def test_missing_packages_end_a_job_with_openai_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

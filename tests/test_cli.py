@@ -103,11 +103,11 @@ def test_every_constructor_argument_is_a_flag_of_every_command() -> None:
             given += [flag] if argument.read is bool else [flag, "1"]
         files = FILES.get(command, ())
         assert parsed(command, *files, *given).model_path == "1"
-        found = parsed(command, *files, *given).engine()
-        assert {*found, "model_path"} == set(ARGUMENTS)
-        assert found["page_size"] == 1
-        assert found["mem_fraction_static"] == 1.0
-        assert found["disable_radix_cache"] is found["progress"] is True
+        arguments = parsed(command, *files, *given).engine()
+        assert {*arguments, "model_path"} == set(ARGUMENTS)
+        assert arguments["page_size"] == 1
+        assert arguments["mem_fraction_static"] == 1.0
+        assert arguments["disable_radix_cache"] is arguments["progress"] is True
         assert (parsed(command, *files).model_path, parsed(command, *files).engine()) == (None, {})
     assert parsed("info", "--no-progress").engine() == {"progress": False}
 
@@ -126,11 +126,11 @@ def test_every_other_sampling_flag() -> None:
     given = [word for name, value in numbers.items() for word in ("--" + name.replace("_", "-"), str(value))]
     lists = ["--stop-regex", "a+", "--stop-token-ids", "5", "--stop-token-ids", "6"]
     for command in ("generate", "chat"):
-        found = parsed(command, *given, *lists, "--ignore-eos", "--no-stop-trim").sampling()
+        actual = parsed(command, *given, *lists, "--ignore-eos", "--no-stop-trim").sampling()
         switches = {"ignore_eos": True, "no_stop_trim": True}
         expected = {"temperature": 0.0, **numbers, "stop_regex": ["a+"], "stop_token_ids": [5, 6], **switches}
-        assert found == expected
-        assert SamplingParams.parse(found).ignore_eos
+        assert actual == expected
+        assert SamplingParams.parse(actual).ignore_eos
 
 
 @pytest.mark.parametrize("argv", [["--vers"], ["generate", "x", "--temp", "1"], ["info", "--js"]])
@@ -200,10 +200,10 @@ def test_wrong_flag_has_an_error_of_one_line_and_status_2(
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert message in found.err
-    assert found.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,11 @@ def test_wrong_value_has_an_error_of_one_line_and_status_2(
 
 def assert_fails(argv: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == status
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert message in found.err
-    assert found.err.startswith("aioengine: ")
-    assert found.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("aioengine: ")
+    assert captured.err.count("\n") == 1
 
 
 # ---------------------------------------------------------------- info
@@ -281,14 +281,16 @@ def test_info_prints_the_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[
     layers = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(4)}
     folder = write_adapter(tmp_path / "a", rank=4, layers=layers)
     assert main(["info", "--json", "--lora-paths", f"math={folder}"]) == 0
-    found = json.loads(capsys.readouterr().out)["settings"]
-    assert [found[name] for name in ("enable_lora", "max_loras_per_batch", "max_lora_rank", "lora_target_modules")] == [
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert [
+        settings[name] for name in ("enable_lora", "max_loras_per_batch", "max_lora_rank", "lora_target_modules")
+    ] == [
         True,
         8,
         4,
         ["q_proj"],
     ]
-    assert found["lora_paths"][0]["name"] == "math"
+    assert settings["lora_paths"][0]["name"] == "math"
     assert main(["info", "--lora-paths", f"math={tmp_path}"]) == 1
     assert "has no adapter_config.json" in capsys.readouterr().err
 

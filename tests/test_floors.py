@@ -128,17 +128,17 @@ def own_floor_allows(floor: Floor, importer: str, imported: str) -> bool:
     return floor is FLOORS["0"] and imported not in mine.replace(">", " ").split()
 
 
-def violation(of: Module, found: Import) -> str | None:
+def violation(of: Module, entry: Import) -> str | None:
     """Return the error of this import, or None."""
-    part, top = unit(of.name), found.target.split(".")[0]
+    part, top = unit(of.name), entry.target.split(".")[0]
     floor_name = next((low for path, low in STRICTER.items() if of.place.startswith(path)), floor_of(of.name))
     if floor_name is None:
         return "this module has no floor; give it one in tests/test_floors.py"
     floor = FLOORS[floor_name]
-    if (part, top) in ALLOWED or (part, found.target) in ALLOWED:
+    if (part, top) in ALLOWED or (part, entry.target) in ALLOWED:
         return None
     if top == "aioengine":
-        return aioengine_violation(of, found, floor_name)
+        return aioengine_violation(of, entry, floor_name)
     if top in sys.stdlib_module_names:
         return f"floor {floor_name} may not import {top}" if top in floor.banned.split() else None
     return (
@@ -146,25 +146,25 @@ def violation(of: Module, found: Import) -> str | None:
     )
 
 
-def aioengine_violation(of: Module, found: Import, floor_name: str) -> str | None:
-    target = floor_of(found.target)
+def aioengine_violation(of: Module, entry: Import, floor_name: str) -> str | None:
+    target = floor_of(entry.target)
     if target is None:
-        return f"{found.target} has no floor; give it one in tests/test_floors.py"
+        return f"{entry.target} has no floor; give it one in tests/test_floors.py"
     if target == "root":
         return "import from the module that defines it, not from the package root"
     if target == floor_of(of.name):
-        is_fine = own_floor_allows(FLOORS[target], unit(of.name), unit(found.target))
-        return None if is_fine else f"{unit(of.name)} may not import {unit(found.target)}, beside or above it"
+        is_fine = own_floor_allows(FLOORS[target], unit(of.name), unit(entry.target))
+        return None if is_fine else f"{unit(of.name)} may not import {unit(entry.target)}, beside or above it"
     if target not in FLOORS[floor_name].below.split():
         return f"floor {floor_name} may not import floor {target}"
-    if floor_name == "2" and target == "1" and not found.target.startswith("aioengine.scheduler.plan."):
+    if floor_name == "2" and target == "1" and not entry.target.startswith("aioengine.scheduler.plan."):
         return "of floor 1, the runner may know StepPlan, Row and StepResult only"
     return None
 
 
 def violations(of: Module) -> list[str]:
-    found = ((entry, violation(of, entry)) for entry in imports(of))
-    return [f"{of.place}:{entry.line}: import of {entry.target}: {wrong}" for entry, wrong in found if wrong]
+    entries = ((entry, violation(of, entry)) for entry in imports(of))
+    return [f"{of.place}:{entry.line}: import of {entry.target}: {wrong}" for entry, wrong in entries if wrong]
 
 
 def test_every_part_that_has_a_floor_exists() -> None:
@@ -199,20 +199,22 @@ def circles(files: Iterable[Module], *, with_typing: bool) -> set[str]:
 
 
 def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    found: set[str] = set()
+    seen: set[str] = set()
     ahead = [start]
     while ahead:
-        new = graph[ahead.pop()] - found
-        found |= new
+        new = graph[ahead.pop()] - seen
+        seen |= new
         ahead.extend(new)
-    return found
+    return seen
 
 
 def imported_modules(of: Module, names: set[str], *, with_typing: bool) -> set[str]:
     """Return the imported modules of the package. ``with_typing``: also those in functions and under TYPE_CHECKING."""
     targets = {entry.target for entry in imports(of) if with_typing or not (entry.is_typing or entry.is_inner)}
-    found = {next((part for part in (target, target.rpartition(".")[0]) if part in names), None) for target in targets}
-    return {name for name in found if name and name != of.name}
+    modules_of_package = {
+        next((part for part in (target, target.rpartition(".")[0]) if part in names), None) for target in targets
+    }
+    return {name for name in modules_of_package if name and name != of.name}
 
 
 @pytest.mark.parametrize(("with_typing", "found"), [(False, {"b", "c"}), (True, {"a", "b", "c"})])

@@ -61,8 +61,8 @@ def run(code: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    found: list[str] = json.loads(done.stdout)
-    return found
+    names: list[str] = json.loads(done.stdout)
+    return names
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

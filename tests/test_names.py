@@ -78,9 +78,9 @@ def defined_names(of: Module) -> Iterator[tuple[str, int]]:
 
 
 def wrong_names(of: Module) -> list[str]:
-    found = [(name, line, why) for name, line in defined_names(of) if (why := what_is_wrong(name, of))]
-    found += [(node.name, node.lineno, "a class is a thing") for node in classes(of.tree) if is_vague(node.name)]
-    return sorted({f"{of.place}:{line}: {name}: {why}" for name, line, why in found})
+    errors = [(name, line, why) for name, line in defined_names(of) if (why := what_is_wrong(name, of))]
+    errors += [(node.name, node.lineno, "a class is a thing") for node in classes(of.tree) if is_vague(node.name)]
+    return sorted({f"{of.place}:{line}: {name}: {why}" for name, line, why in errors})
 
 
 @cache

@@ -57,23 +57,23 @@ def members(of: type) -> Iterator[str]:
         owner = next(base for base in of.__mro__ if attribute in vars(base))
         if attribute.startswith("_") or attribute in fields or not owner.__module__.startswith("aioengine"):
             continue
-        found = inspect.getattr_static(of, attribute)
-        if isinstance(found, property):
+        member = inspect.getattr_static(of, attribute)
+        if isinstance(member, property):
             yield f"{attribute}: property"
-        elif callable(found) or isinstance(found, classmethod | staticmethod):
+        elif callable(member) or isinstance(member, classmethod | staticmethod):
             yield f"{attribute}{signature(getattr(of, attribute))}"
         else:
-            yield f"{attribute}: {type(found).__name__}"
+            yield f"{attribute}: {type(member).__name__}"
 
 
 def signature(of: object) -> str:
     """Return the parameters with their defaults and types, without self."""
     try:
-        found = inspect.signature(of)  # type: ignore[arg-type]
+        signature_of_object = inspect.signature(of)  # type: ignore[arg-type]
     except ValueError:
         return "(...)"
-    parameters = [entry for name, entry in found.parameters.items() if name != "self"]
-    return str(found.replace(parameters=parameters)).replace("'", "")
+    parameters = [entry for name, entry in signature_of_object.parameters.items() if name != "self"]
+    return str(signature_of_object.replace(parameters=parameters)).replace("'", "")
 
 
 def undocumented() -> Iterator[str]:
@@ -86,10 +86,10 @@ def undocumented() -> Iterator[str]:
         if not value.__doc__:
             yield name
         for attribute in dir(value):
-            found = inspect.getattr_static(value, attribute)
+            member = inspect.getattr_static(value, attribute)
             owner = next(base for base in value.__mro__ if attribute in vars(base))
             is_ours = owner.__module__.startswith("aioengine") and not attribute.startswith("_")
-            is_spoken = inspect.isfunction(found) or isinstance(found, property | classmethod | staticmethod)
+            is_spoken = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
             if is_ours and is_spoken and not inspect.getdoc(getattr(value, attribute)):
                 yield f"{name}.{attribute}"
 
@@ -124,9 +124,9 @@ def test_all_has_only_existing_names_and_each_once() -> None:
 
 
 def test_every_error_has_a_documented_base_class() -> None:
-    found = [value for name in aioengine.__all__ if is_error(value := vars_of(name))]
-    assert len(found) >= 10
-    assert all(issubclass(error, (ValueError, TypeError, RuntimeError)) for error in found)
+    errors_in_all = [value for name in aioengine.__all__ if is_error(value := vars_of(name))]
+    assert len(errors_in_all) >= 10
+    assert all(issubclass(error, (ValueError, TypeError, RuntimeError)) for error in errors_in_all)
 
 
 def test_every_error_class_is_public() -> None:

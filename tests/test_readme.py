@@ -104,16 +104,16 @@ def test_the_files_of_a_request_exist() -> None:
 
 
 def test_every_folder_of_the_package_is_explained() -> None:
-    found = {file.parent.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE}
+    results = {file.parent.relative_to(PACKAGE).parts[0] for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE}
     rooms = {name for row in table(text_of(PACKAGE / "README.md"), "folder") for name in re.findall(r"\[(\w+)/\]", row)}
-    assert found <= rooms
+    assert results <= rooms
 
 
 def test_every_file_beside_the_folders_is_explained() -> None:
-    found = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    names = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     rows = text_of(PACKAGE / "README.md")
     named = {name for row in table(rows, "files") for name in names_in(row)}
-    assert found == named
+    assert names == named
 
 
 def test_page_helpers_find_mistakes(tmp_path: Path) -> None:

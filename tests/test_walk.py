@@ -6,9 +6,9 @@ from benchmarks.host import walk
 
 
 async def test_walk_reaches_the_first_chunk() -> None:
-    found = await walk.measure()
-    files = list(found)
-    assert (files[0], found["api/engine.py"][0]) == ("api/engine.py", "BaseEngine.async_generate")
+    walked = await walk.measure()
+    files = list(walked)
+    assert (files[0], walked["api/engine.py"][0]) == ("api/engine.py", "BaseEngine.async_generate")
     way = "tokenization/tokenizer scheduler/core memory/prefix_cache text/detokenizer frontend/calls/call"
     assert {f"{file}.py" for file in way.split()} <= {*files}
     assert [file for file in files if file.startswith(walk.STAND_INS)] == []

@@ -24,9 +24,9 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[quality.Text]:
 def test_texts_are_not_part_of_the_training_data(texts: list[quality.Text]) -> None:
     tokenizer = quality.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     trained = {"".join(segment.text for segment in document) for document in write_corpus(1000, 0)}
-    found = {tokenizer.decode(text.ids, skip_special_tokens=False) for text in texts}
-    assert len(found) == 8
-    assert not found & trained
+    results = {tokenizer.decode(text.ids, skip_special_tokens=False) for text in texts}
+    assert len(results) == 8
+    assert not results & trained
 
 
 @pytest.mark.process

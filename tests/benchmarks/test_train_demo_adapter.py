@@ -17,9 +17,9 @@ from tests.kit.source import ROOT
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_two_steps_write_a_folder(tmp_path: Path) -> None:
     train("brief", 2, num_rows=2).save_pretrained(tmp_path)
-    found = read_folder(tmp_path)
-    assert {part.rank for part in found.stored_parts} == {8}
-    assert len(found.stored_parts) == 4 * 7  # layers, projections of each
+    result = read_folder(tmp_path)
+    assert {part.rank for part in result.stored_parts} == {8}
+    assert len(result.stored_parts) == 4 * 7  # layers, projections of each
 
 
 def test_every_style_can_name_capitals_and_add() -> None:

@@ -68,8 +68,8 @@ def test_answers_describe_their_pictures() -> None:
             if question.startswith("Is anything"):
                 assert (answer == "Yes.") == any(shape.colour in question for shape in shapes)
             elif (place := question.removeprefix("What is ").removesuffix("?")) in PLACES:
-                found = [str(shape).capitalize() for shape in shapes if PLACES[shape.place] == place]
-                assert answer == f"{found[0] if found else 'Nothing'}."
+                results = [str(shape).capitalize() for shape in shapes if PLACES[shape.place] == place]
+                assert answer == f"{results[0] if results else 'Nothing'}."
     assert asked == {"What", "How", "Is"}
 
 

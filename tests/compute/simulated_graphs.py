@@ -179,8 +179,8 @@ class SimulatedGraphs(decode_graphs.DecodeGraphs):
         results = compute()
 
         def replay() -> None:
-            for result, found in zip(results, compute(), strict=True):
-                result.copy_(found)
+            for result, computed in zip(results, compute(), strict=True):
+                result.copy_(computed)
 
         hidden, logits, token_ids = results
         address: Any = SimpleNamespace(tensor=lambda _: logits)

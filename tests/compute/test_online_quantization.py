@@ -189,8 +189,8 @@ def test_layers_that_are_quantized() -> None:
 
 def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors by address."""
-    found = [value.untyped_storage() for value in gc.get_objects() if isinstance(value, Tensor)]
-    return {storage.data_ptr(): storage for storage in found}
+    storages_of_tensors = [value.untyped_storage() for value in gc.get_objects() if isinstance(value, Tensor)]
+    return {storage.data_ptr(): storage for storage in storages_of_tensors}
 
 
 @pytest.mark.parametrize(("method", "tied"), [("fp8", False), ("int8", True), ("int4", False)])

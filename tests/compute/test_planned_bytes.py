@@ -41,13 +41,13 @@ Fill = Callable[[dict[str, Target]], None]
 def memory() -> dict[int, int]:
     """Return address -> bytes of the storages of all tensors."""
     gc.collect()
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in (value for value in gc.get_objects() if isinstance(value, Tensor)):
         if tensor.is_mkldnn:
-            found[id(tensor)] = tensor.numel() * tensor.itemsize
+            sizes[id(tensor)] = tensor.numel() * tensor.itemsize
         elif tensor.device.type == "cpu":
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return found
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sizes
 
 
 def test_inbox_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

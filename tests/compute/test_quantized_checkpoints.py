@@ -45,11 +45,11 @@ def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object) -> Mo
         old.unlink()
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
-    config, found = split_config(raw)
-    check_folder(folder, plugins.load("families", plugins.file_name(raw["model_type"])).read(config), found)
+    config, scheme = split_config(raw)
+    check_folder(folder, plugins.load("families", plugins.file_name(raw["model_type"])).read(config), scheme)
     options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64)
-    if found is not None:
-        options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(found))
+    if scheme is not None:
+        options = ModelOptions(dtype=torch.float32, device=CPU, max_positions=64, format_of=formats(scheme))
     model = models.build(config, options)
     weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
     return model

@@ -66,8 +66,8 @@ def test_ranks_use_inboxes_if_all_of_them_can(failing: tuple[int, str], monkeypa
             group.open_inboxes(MAX_ROWS, NUM_COLUMNS, torch.bfloat16)
             return group._inboxes  # type: ignore[return-value]
 
-        found = threads.call(open_inboxes)
-    for inboxes in found:
+        result = threads.call(open_inboxes)
+    for inboxes in result:
         if failing[0] >= 0:
             assert inboxes is None
         else:

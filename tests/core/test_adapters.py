@@ -287,7 +287,7 @@ def test_loads_are_answered_after_the_read_and_pinned_loads_after_the_copy(
     world = world_of()
     wrong = loaded(write_adapter(tmp_path / "nan", value=float("inf")), "nan", 50)
     pinned = replace(adapters["b"], is_pinned=True)
-    calls = [world.control(LOAD_ADAPTER, one) for one in (adapters["a"],)]
+    calls = [world.control(LOAD_ADAPTER, adapter) for adapter in (adapters["a"],)]
     world.run()
     calls += [world.control(LOAD_ADAPTER, wrong)]
     world.run()
@@ -296,7 +296,7 @@ def test_loads_are_answered_after_the_read_and_pinned_loads_after_the_copy(
     assert [world.replies[call].success for call in calls] == [True, False, True]
     assert "not finite" in world.replies[calls[1]].message
     slots = world.core.requests.adapters
-    assert [slots.has((one.path, one.fingerprint)) for one in (adapters["a"], pinned)] == [False, True]
+    assert [slots.has((adapter.path, adapter.fingerprint)) for adapter in (adapters["a"], pinned)] == [False, True]
     for uid in range(3):
         world.submit(with_adapter(submit_of(uid, [1]), adapters["cde"[uid]]))
     world.run()

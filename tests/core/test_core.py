@@ -58,7 +58,9 @@ def test_the_first_output_of_a_request_opens_it() -> None:
     third, fourth = outputs[2], outputs[3]
     assert third is not None
     assert fourth is not None
-    assert [msgspec.structs.astuple(one.first_token) for one in third.opened] == [(1, 0, 5.0, 7.0, "default", None)]
+    assert [msgspec.structs.astuple(request.first_token) for request in third.opened] == [
+        (1, 0, 5.0, 7.0, "default", None)
+    ]
     assert fourth.ended == [End(1, FinishCode.LENGTH)]
 
 
@@ -221,7 +223,7 @@ def test_an_abort_frees_all_pages_at_once_in_every_state(depth: int, num_steps: 
     world.run()
     assert world.ended == ({} if code is FinishCode.STOP else world.ended)
     if code is not FinishCode.STOP:
-        assert [(one.code, one.message) for one in world.ended.values()] == [(code, "why")] * 4
+        assert [(end.code, end.message) for end in world.ended.values()] == [(code, "why")] * 4
     check_scheduler(world.core.scheduler)
 
 

@@ -108,7 +108,7 @@ def test_continued_request_can_be_aborted_before_its_first_step() -> None:
     world.abort([1])
     output = world.step()
     assert output is not None
-    assert ([one.first_token.uid for one in output.opened], output.ended) == ([1], [End(1, FinishCode.ABORT)])
+    assert ([request.first_token.uid for request in output.opened], output.ended) == ([1], [End(1, FinishCode.ABORT)])
     assert world.runner.plans == []
 
 

@@ -168,8 +168,8 @@ def test_the_same_prompt_is_computed_from_its_last_snapshot(depth: int) -> None:
 
 def test_a_short_prompt_takes_no_further_step_until_it_is_sent_again() -> None:
     world = world_of()
-    found = [world.answer(uid, PROMPT[:14], 1)[1] for uid in range(3)]
-    assert found == [0, 0, 8]
+    results = [world.answer(uid, PROMPT[:14], 1)[1] for uid in range(3)]
+    assert results == [0, 0, 8]
     assert [[row.count for row in plan.rows] for plan in world.runner.plans] == [[14], [8], [6], [6]]
 
 
@@ -182,8 +182,8 @@ def test_the_next_turn_starts_after_the_answer() -> None:
 
 def test_repeated_prefix_gets_a_snapshot() -> None:
     world = world_of()
-    found = [world.answer(uid, [*PROMPT[:17], *[40 + uid] * 20])[1] for uid in range(4)]
-    assert found == [0, 0, 16, 16]
+    results = [world.answer(uid, [*PROMPT[:17], *[40 + uid] * 20])[1] for uid in range(4)]
+    assert results == [0, 0, 16, 16]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -115,7 +115,7 @@ def test_a_long_request_keeps_only_the_pages_in_its_window() -> None:
     most = 0
     while world.core.has_work:
         world.step()
-        most = max([most, *(num_owned(one.allocation) for one in world.core.requests.running)])
+        most = max([most, *(num_owned(request.allocation) for request in world.core.requests.running)])
     world.check_all_over()
     assert most <= (16 + 32) // 4 + 2
 
@@ -150,14 +150,14 @@ def test_a_hit_is_cut_back_to_where_the_window_has_its_pages() -> None:
     world.submit(submit_of(0, prompt, limits=Limits(max_new_tokens=20)))
     world.run()
     cache = world.core.scheduler.cache
-    found = len(cache.match([*prompt, 9]).path)
-    assert found == 25
+    num_cached = len(cache.match([*prompt, 9]).path)
+    assert num_cached == 25
     for num_pages in range(1, 81):
         cache.evict(1)
-        now_found = len(cache.match([*prompt, 9]).path)
-        assert now_found <= found, num_pages
-        found = now_found
-    assert found == 0
+        now_cached = len(cache.match([*prompt, 9]).path)
+        assert now_cached <= num_cached, num_pages
+        num_cached = now_cached
+    assert num_cached == 0
     world.submit(submit_of(1, [*prompt, 9]))
     world.run()
     world.check_all_over()

@@ -47,8 +47,8 @@ class WindowedFakeRunner(FakeRunner):
             for position in range(first, start):
                 page = pages[position // size]
                 assert page >= 0, f"request {uid} sees position {position}, which was given back"
-                found = self._slots[page * size + position % size]
-                assert found == checksums[position + 1], f"request {uid} sees another token at {position}"
+                checksum = self._slots[page * size + position % size]
+                assert checksum == checksums[position + 1], f"request {uid} sees another token at {position}"
         if self._faults is not None:
             for token_id in token_ids:
                 self._faults.on_token(token_id)

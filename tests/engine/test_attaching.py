@@ -227,9 +227,9 @@ async def test_prompt_is_kept_only_on_request(monkeypatch: pytest.MonkeyPatch, s
                 "a" * 200, params, stream=True, rid=rid, resume_ttl=TTL_S, return_prompt_token_ids=shows_prompt
             )
             assert [chunk["meta_info"]["prompt_tokens"] async for chunk in stream] == [200]
-        found = engine._frontend_here().attachments
-        [attachment] = found._by_call.values()
-        assert (attachment.num_kept, found._num_kept_tokens) == (num_counted, num_counted)
+        attachments_of_engine = engine._frontend_here().attachments
+        [attachment] = attachments_of_engine._by_call.values()
+        assert (attachment.num_kept, attachments_of_engine._num_kept_tokens) == (num_counted, num_counted)
         ask, row = attachment.call.request, attachment.row
         assert (len(ask.prompts), ask.params) == (0, [])
         assert row is not None
@@ -290,7 +290,7 @@ def test_log_returns_text_and_ids_from_any_offset(pieces: list[tuple[str, list[i
     log = Log()
     for text, ids in pieces:
         log.add(text, ids)
-    whole, all_ids = "".join(text for text, _ in pieces), [one for _, ids in pieces for one in ids]
+    whole, all_ids = "".join(text for text, _ in pieces), [token_id for _, ids in pieces for token_id in ids]
     offset = data.draw(st.integers(0, len(whole)))
     assert log.text_since(offset) == whole[offset:]
     assert log.token_ids == all_ids
@@ -456,7 +456,7 @@ async def test_attaching_works_after_an_exception_anywhere_in_attaching(leaves: 
                     await first.aclose()
                     await asyncio.sleep(0.001)
                     kept_calls = frontend_of(engine).attachments._by_call
-                    [attachment] = [one for call, one in kept_calls.items() if call.rid == rid]
+                    [attachment] = [entry for call, entry in kept_calls.items() if call.rid == rid]
                     assert attachment.until is not None
                     assert not attachment.call.has_reader
                 rest = [chunk["text"] async for chunk in engine.attach(rid, len(text))]

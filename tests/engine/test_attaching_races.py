@@ -201,9 +201,9 @@ def test_time_to_live_does_not_end_a_request_with_a_reader(monkeypatch: pytest.M
         if num_calls < moment:
             thread.start()
         thread.join(LIMIT_S)
-        [found] = attached
-        if isinstance(found, ValueError):
+        [attachment] = attached
+        if isinstance(attachment, ValueError):
             assert moment > 2
         else:
-            assert read_all(found) == WHOLE
+            assert read_all(attachment) == WHOLE
         assert llm.drain(LIMIT_S)

@@ -30,10 +30,10 @@ class WithFirst(CodePoints):
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    made = World()
-    made.tokenizer = WithFirst()
-    async with made.engine:
-        yield made
+    world = World()
+    world.tokenizer = WithFirst()
+    async with world.engine:
+        yield world
 
 
 def ids_of(text: str) -> list[int]:

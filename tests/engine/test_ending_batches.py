@@ -102,7 +102,7 @@ async def test_answers_that_arrived_are_kept_when_the_engine_dies() -> None:
 
 
 def num_rows_in_memory() -> int:
-    return sum(type(each) is CallRow for each in gc.get_objects())
+    return sum(type(thing) is CallRow for thing in gc.get_objects())
 
 
 async def test_unread_rows_are_freed_over_several_iterations_of_the_loop() -> None:
@@ -240,18 +240,18 @@ async def test_shutdown_ends_all_waiting_calls() -> None:
 
 
 def test_shutdown_ends_waiting_threads() -> None:
-    found: list[BatchOutput] = []
+    outcomes: list[BatchOutput] = []
     with fake_engine(processes=False, step_time_s=0.001) as llm:
 
         def work() -> None:
-            found.append(llm.generate(["a"] * 20_000, LONG, return_exceptions=True))
+            outcomes.append(llm.generate(["a"] * 20_000, LONG, return_exceptions=True))
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while llm.stats()["num_running"] == 0:
             time.sleep(0.001)
     thread.join(10)
-    [answers] = found
+    [answers] = outcomes
     assert len(answers) == 20_000
     assert isinstance(answers[-1], EngineClosedError)
 

@@ -40,9 +40,9 @@ def engine_of(tokens_per_step: str = "1", faults: Faults | None = None) -> Async
 
 def check(piece: Answer | Chunk, offset: int = 0) -> None:
     """Check that the piece has one extra per token."""
-    found = {extra.index: extra.data for extra in piece.get("extras", [])}
-    assert len(found) == len(piece.get("extras", []))
-    assert found == {
+    extras = {extra.index: extra.data for extra in piece.get("extras", [])}
+    assert len(extras) == len(piece.get("extras", []))
+    assert extras == {
         index: extra_of(0, index, token_id).data for index, token_id in enumerate(piece["output_ids"], offset)
     }
 
@@ -103,5 +103,7 @@ async def test_the_vector_of_a_pooled_request_reaches_the_frontend(num_losses: i
             [Submit(7, prompt, Sampling(seed=0), Limits(0), TextRules(stream=False), kind=RequestKind.POOL)]
         )
         assert (await frontend.finished(7)).code is FinishCode.STOP
-        extras = [extra for one in frontend.heard if isinstance(one, TextChunks) for extra in one.tokens.extras]
+        extras = [
+            extra for message in frontend.heard if isinstance(message, TextChunks) for extra in message.tokens.extras
+        ]
         assert extras == [Extra(7, NO_TOKEN, POOLED_VECTOR, reference_vector(prompt))]

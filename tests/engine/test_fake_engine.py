@@ -132,11 +132,11 @@ class TestUnderLoad:
                 return [(info["cached_tokens"], info["num_preemptions"]) for info in infos]
 
             readings = await asyncio.gather(*(read() for _ in range(8)))
-            assert all(len({num_cached for num_cached, _ in one}) == 1 for one in readings)
-            assert any(one[0][0] > 0 for one in readings)
-            counts = [[count for _, count in one] for one in readings]
-            assert all(one == sorted(one) for one in counts)
-            assert any(one[-2] > 0 for one in counts)
+            assert all(len({num_cached for num_cached, _ in reading}) == 1 for reading in readings)
+            assert any(reading[0][0] > 0 for reading in readings)
+            counts = [[count for _, count in reading] for reading in readings]
+            assert all(counts_of_stream == sorted(counts_of_stream) for counts_of_stream in counts)
+            assert any(counts_of_stream[-2] > 0 for counts_of_stream in counts)
 
     async def test_all_pages_are_free_afterwards(self) -> None:
         async with fake_async_engine({"": "x" * 200}, num_pages=128) as engine:
@@ -184,10 +184,10 @@ class TestVectors:
     @pytest.mark.parametrize("answers", [None, ANSWERS])
     async def test_vectors(self, answers: dict[str, str] | None) -> None:
         async with fake_async_engine(answers) as engine:
-            one, same, other = await engine.async_encode(["a", "a", "b"], normalize=False)
-            assert one["embedding"].shape == (HIDDEN_SIZE,)
-            assert np.array_equal(one["embedding"], same["embedding"])
-            assert not np.array_equal(one["embedding"], other["embedding"])
+            first, same, other = await engine.async_encode(["a", "a", "b"], normalize=False)
+            assert first["embedding"].shape == (HIDDEN_SIZE,)
+            assert np.array_equal(first["embedding"], same["embedding"])
+            assert not np.array_equal(first["embedding"], other["embedding"])
             cut = await engine.async_encode("a", dimensions=3)
             assert np.linalg.norm(cut["embedding"]) == pytest.approx(1)
 

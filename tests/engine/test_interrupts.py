@@ -175,7 +175,7 @@ async def test_abort_does_not_affect_requests_created_later() -> None:
         await first.aclose()
         second = engine.async_generate("a", GREEDY, rid="x")
         third = engine.async_generate("b", GREEDY)
-        reasons = [(await one)["meta_info"]["finish_reason"] for one in (second, third)]
+        reasons = [(await generation)["meta_info"]["finish_reason"] for generation in (second, third)]
         assert reasons == ["length", "length"]
 
 

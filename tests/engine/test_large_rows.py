@@ -22,16 +22,16 @@ LARGE = {"n": NUM_SAMPLES, "stop": STOPS, "max_new_tokens": 3, "temperature": 1}
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[Submit]]:
     """Record the rows of each frame."""
-    found: list[list[Submit]] = []
+    frames: list[list[Submit]] = []
     plain = Incarnation._flush
 
     def flush(own: Incarnation) -> None:
         if submits := [message for message in own._unsent if isinstance(message, Submit)]:
-            found.append(submits)
+            frames.append(submits)
         plain(own)
 
     monkeypatch.setattr(Incarnation, "_flush", flush)
-    return found
+    return frames
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
@@ -123,7 +123,7 @@ async def test_partly_started_call_ends_completely(monkeypatch: pytest.MonkeyPat
             with pytest.raises(EngineDeadError):
                 await answers
             return
-        found = list(await answers)
-        assert len(found) == 500
+        answers_of_rows = list(await answers)
+        assert len(answers_of_rows) == 500
         reason = {"abort": "abort", "timeout": "deadline"}[ends_by]
-        assert {answer["meta_info"]["finish_reason"]["type"] for answer in found} == {reason}
+        assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers_of_rows} == {reason}

@@ -196,7 +196,7 @@ class TestAbort:
         generations = [world.engine.async_generate(prompt, LONG) for prompt in "abc"]
         await until(lambda: len(world.double.live) == 3)
         world.engine.abort_request(abort_all=True)
-        assert [(await one)["meta_info"]["finish_reason"] for one in generations] == ["abort"] * 3
+        assert [(await generation)["meta_info"]["finish_reason"] for generation in generations] == ["abort"] * 3
         await assert_nothing_is_left(world)
 
     async def test_rows_of_a_call_can_be_aborted_by_id(self, world: World) -> None:

@@ -260,8 +260,8 @@ class TestStartingAgain:
             return "started"
 
         with ThreadPoolExecutor(4) as pool:
-            found = [future.result(10) for future in [pool.submit(run) for _ in range(4)]]
-        assert found.count("started") == len(here.doubles) >= 1
+            results = [future.result(10) for future in [pool.submit(run) for _ in range(4)]]
+        assert results.count("started") == len(here.doubles) >= 1
         assert all(double.is_stopped for double in here.doubles)
 
     async def test_objects_of_earlier_runs_are_freed(self) -> None:
@@ -680,7 +680,7 @@ async def test_engine_that_dies_when_it_is_ready_leaves_no_timer(monkeypatch: py
             return await super().start()
 
     looks: list[SlowReaders] = []
-    monkeypatch.setattr(SlowReaders, "_check", lambda one: looks.append(one))
+    monkeypatch.setattr(SlowReaders, "_check", lambda slow_readers: looks.append(slow_readers))
     delivery = DeliveryConfig(slow_reader="pause", slow_reader_timeout_s=0.02)
     blueprint = msgspec.structs.replace(World().blueprint(), make_processes=Dying, delivery=delivery)
     engine = AsyncEngine.from_blueprint(lambda: blueprint)

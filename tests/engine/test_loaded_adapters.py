@@ -65,8 +65,8 @@ async def test_streams_chats_vectors_scores_and_sessions_accept_an_adapter(tmp_p
         [text] = await texts_of(engine, "a", 1)
         stream = engine.async_generate("Once upon a time", PARAMS, stream=True, lora_path="a")
         assert "".join([chunk["text"] async for chunk in stream]) == text
-        one, other = [(await engine.async_encode("x", lora_path=name))["embedding"] for name in (None, "a")]
-        assert (one != other).any()
+        plain, other = [(await engine.async_encode("x", lora_path=name))["embedding"] for name in (None, "a")]
+        assert (plain != other).any()
         scores = await engine.async_score("x", ["y", "y"], [97], lora_path=[None, "a"])
         assert len(scores) == 2
         session = await engine.open_session()
@@ -270,8 +270,8 @@ def test_synchronous_engine_has_the_same_calls(tmp_path: Path) -> None:
 async def test_beams_use_an_adapter(tmp_path: Path) -> None:
     async with adapter_engine() as engine:
         await load(engine, tmp_path, "a")
-        found = [await engine.async_beam_search("x", 2, 4, lora_path=name) for name in (None, "a")]
-        assert found[0]["text"] != found[1]["text"]
+        results = [await engine.async_beam_search("x", 2, 4, lora_path=name) for name in (None, "a")]
+        assert results[0]["text"] != results[1]["text"]
 
 
 async def test_an_unload_waits_for_all_steps_of_a_beam_search(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ RULES = LogprobRules(num_top=2, token_ids=(101, 5))
 
 @pytest.fixture
 async def engine() -> AsyncIterator[AsyncEngine]:
-    async with fake_async_engine() as made:
-        yield made
+    async with fake_async_engine() as engine:
+        yield engine
 
 
 def entries_of(piece: Answer | Chunk, side: str, name: str) -> list[Any]:
@@ -48,8 +48,8 @@ def check_output(piece: Answer | Chunk, rules: LogprobRules = RULES) -> None:
     for extra in extras:
         decoder.decode(extra)
     expected = decoder.lists(0, len(extras), keeps=False)
-    found = {name: value for name, value in piece["meta_info"].items() if name.startswith("output_")}
-    assert found == {name: value for name, value in expected.items() if name.startswith("output_")}
+    actual = {name: value for name, value in piece["meta_info"].items() if name.startswith("output_")}
+    assert actual == {name: value for name, value in expected.items() if name.startswith("output_")}
     assert len(entries_of(piece, "output", "token")) == len(piece["output_ids"])
     assert "extras" not in piece
 

@@ -118,9 +118,9 @@ async def test_iterations_of_the_loop_handle_a_limited_number_of_rows(turns: Tur
 
 @pytest.fixture
 async def world() -> Any:
-    made = World(max_running=256)
-    async with made.engine:
-        yield made
+    world = World(max_running=256)
+    async with world.engine:
+        yield world
 
 
 PLACE = 3 * PROMPTS_IN_PIECE

@@ -77,13 +77,13 @@ class TestRows:
         async with fake_async_engine(ANSWERS) as engine:
             rows = [row async for row in engine.map(cast("list[Item]", items))]
             assert [row["index"] for row in rows] == list(range(10))
-            found = errors(rows)
-            assert sorted(found) == [1, 2, 3, 4, 5, 6, 7, 8]
-            assert "temperature must be" in found[1]
-            assert "'promt'" in found[2]
-            assert "one answer" in found[4]
-            assert "one answer" in found[5]
-            assert "leave out stream" in found[6]
+            messages = errors(rows)
+            assert sorted(messages) == [1, 2, 3, 4, 5, 6, 7, 8]
+            assert "temperature must be" in messages[1]
+            assert "'promt'" in messages[2]
+            assert "one answer" in messages[4]
+            assert "one answer" in messages[5]
+            assert "leave out stream" in messages[6]
             assert rows[3]["error"]["type"] == "RequestTooLargeError"
             assert rows[3]["error"]["status_code"] == 400
             json.dumps(rows)

@@ -66,8 +66,8 @@ async def test_counts_and_times_equal_those_of_the_answers() -> None:
     }
     assert values["time_to_first_token_seconds_count"] == 5
     assert values["e2e_request_latency_seconds_count"] == values["request_queue_time_seconds_count"] == 6
-    assert values["time_to_first_token_seconds_sum"] > sum(cast("float", one["first_token_s"]) for one in timings)
-    assert values["request_decode_time_seconds_sum"] > sum(one["decode_s"] for one in timings)
+    assert values["time_to_first_token_seconds_sum"] > sum(cast("float", timing["first_token_s"]) for timing in timings)
+    assert values["request_decode_time_seconds_sum"] > sum(timing["decode_s"] for timing in timings)
     assert values["e2e_request_latency_seconds_bucket +Inf"] == 6
     assert values["request_time_per_output_token_seconds_count"] in (3, 4)  # the last stream may have only one token
     assert values["prompt_tokens_total"] == 1 + 2 + 3 + 1 + 1

@@ -213,10 +213,10 @@ class TestBatches:
     async def test_answers_of_a_long_batch_are_in_order(self, world: World) -> None:
         prompts = [f"{number}é"[number % 2 - 2 :] for number in range(PROMPTS_IN_PIECE + 40)]
         prompts[-7] = "\ud800"
-        one = {"temperature": 0, "max_new_tokens": 1}
+        params_of_row = {"temperature": 0, "max_new_tokens": 1}
         with pytest.raises(ValueError, match="lone surrogate"):
-            await world.engine.async_generate(prompts, one)
-        outs = await world.engine.async_generate(prompts, one, return_exceptions=True)
+            await world.engine.async_generate(prompts, params_of_row)
+        outs = await world.engine.async_generate(prompts, params_of_row, return_exceptions=True)
         assert isinstance(outs.pop(len(prompts) - 7), ValueError)
         del prompts[-7]
         assert outs["text"] == [expected_text(prompt, 1) for prompt in prompts]

@@ -108,7 +108,10 @@ async def test_a_request_has_the_name_of_its_adapter(tmp_path: Any) -> None:
         assert await engine.load_lora_adapter("mine", write_adapter(tmp_path))
         assert engine.stats()["num_adapters"] == 1
         await engine.async_generate(["a", "b"], FOUR, lora_path=[None, "mine"])
-    assert [request.lora_path for request in sorted(requests, key=lambda one: one.meta_info["id"])] == [None, "mine"]
+    assert [request.lora_path for request in sorted(requests, key=lambda request: request.meta_info["id"])] == [
+        None,
+        "mine",
+    ]
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, asyncio.CancelledError])

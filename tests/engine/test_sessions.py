@@ -315,8 +315,10 @@ def test_wrong_session_params_are_refused_by_the_call(llm: Engine, sid: str) -> 
 @pytest.mark.parametrize("task", ["embed", "classify"])
 async def test_sessions_are_refused_for_models_that_do_not_generate(task: str) -> None:
     def blueprint() -> Blueprint:
-        made = FakeSetup().blueprint()
-        return replace(made, settings=replace(made.settings, model=replace(made.settings.model, task=task)))
+        blueprint = FakeSetup().blueprint()
+        return replace(
+            blueprint, settings=replace(blueprint.settings, model=replace(blueprint.settings.model, task=task))
+        )
 
     async with AsyncEngine.from_blueprint(blueprint) as engine:
         with pytest.raises(
@@ -485,11 +487,11 @@ async def test_the_number_of_sessions_and_of_their_tokens_is_bounded(monkeypatch
         with pytest.raises(EngineOverloadedError, match="1000 sessions are open"):
             await engine.open_session()
         assert engine.stats()["num_sessions"] == 1000
-        one = {"session_params": {"id": names[0]}}
-        await engine.async_generate("x" * 600, PARAMS, **one)  # type: ignore[arg-type]
+        options = {"session_params": {"id": names[0]}}
+        await engine.async_generate("x" * 600, PARAMS, **options)  # type: ignore[arg-type]
         for stream in (True, False):
             with pytest.raises(EngineOverloadedError, match="the limit is 1000"):
-                await engine.async_generate("x" * 300, PARAMS, stream=stream, **one)  # type: ignore[call-overload]
+                await engine.async_generate("x" * 300, PARAMS, stream=stream, **options)  # type: ignore[call-overload]
         await engine.async_generate("x" * 300, PARAMS)
         for name in names:
             await engine.close_session(name)

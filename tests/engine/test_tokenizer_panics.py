@@ -68,8 +68,8 @@ async def test_panic_of_the_library_fails_only_its_request(folder: Path, monkeyp
             good = [engine.async_generate(letter, SHORT) for letter in "cde"]
             mixed = await engine.async_generate(["a", PANICS, "b"], SHORT, return_exceptions=True)
             assert [isinstance(row, RequestError) for row in mixed] == [False, True, False]
-            found = await asyncio.gather(*bad, return_exceptions=True)
-            for error in found:
+            result = await asyncio.gather(*bad, return_exceptions=True)
+            for error in result:
                 assert isinstance(error, RequestError)
                 assert error.stage == "tokenize"
             assert [len(out["output_ids"]) for out in await asyncio.gather(*good)] == [4, 4, 4]

@@ -96,7 +96,7 @@ async def test_attributes_describe_request_and_answer() -> None:
         info = (await engine.async_chat([{"role": "user", "content": "a"}], params, rid="mine"))["meta_info"]
     (span,) = traced.spans
     assert span.name == "chat byte_model"
-    found = attributes_of(span)
+    actual = attributes_of(span)
     expected = {
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "byte_model",
@@ -112,7 +112,7 @@ async def test_attributes_describe_request_and_answer() -> None:
         "gen_ai.usage.input_tokens": info["prompt_tokens"],
         "gen_ai.usage.output_tokens": 4,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: actual[name] for name in expected} == expected
 
 
 async def test_names_follow_the_semantic_conventions() -> None:

@@ -162,8 +162,8 @@ async def reranking() -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, method: str) -> AsyncEngine:
-    made: AsyncEngine = request.getfixturevalue("reranking" if method == "rerank" else "generating")
-    return made
+    engine: AsyncEngine = request.getfixturevalue("reranking" if method == "rerank" else "generating")
+    return engine
 
 
 def content(answer: Any) -> object:

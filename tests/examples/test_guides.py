@@ -59,7 +59,7 @@ def is_served(block: Block) -> bool:
     return "FastAPI(" in block.code
 
 
-def found(language: str, *, programs: bool = False) -> Iterator[tuple[Path, Block]]:
+def blocks_of_pages(language: str, *, programs: bool = False) -> Iterator[tuple[Path, Block]]:
     for page in PAGES:
         if page in RUN_ELSEWHERE:
             continue
@@ -84,7 +84,7 @@ def run(command: list[str], given: str | None = None) -> str:
     return done.stdout
 
 
-FIRST, *OTHERS = found("python", programs=True)
+FIRST, *OTHERS = blocks_of_pages("python", programs=True)
 
 
 def test_first_program_runs_in_its_own_process(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("page", sorted({page for page, _ in found("python")} - {IMAGES}), ids=place)
+@pytest.mark.parametrize("page", sorted({page for page, _ in blocks_of_pages("python")} - {IMAGES}), ids=place)
 async def test_the_pieces_of_a_page_run(
     page: Path, engine: AsyncEngine, llm: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,7 @@ async def test_the_pieces_of_the_page_about_images_run(
 
 
 async def run_pieces(page: Path, names: dict[str, Any]) -> None:
-    for _, block in (one for one in found("python") if one[0] == page):
+    for _, block in (entry for entry in blocks_of_pages("python") if entry[0] == page):
         printed = await run_piece(block, names, place(page))
         assert printed == (block.output or printed), f"{place(page)}:{block.line}"
 
@@ -177,7 +177,7 @@ async def run_piece(block: Block, names: dict[str, Any], name: str) -> str:
 
 
 def shell_lines() -> list[str]:
-    return [line for _, block in found("bash") for line in block.code.splitlines()]
+    return [line for _, block in blocks_of_pages("bash") for line in block.code.splitlines()]
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(line for line in shell_lines() if not line.startswith(NOT_RUN)))

@@ -65,16 +65,16 @@ class Server:
 
     def addresses(self) -> set[str]:
         """Return the addresses on which it listens."""
-        found = psutil.Process(self.process.pid).net_connections("tcp")
-        return {entry.laddr.ip for entry in found if entry.status == psutil.CONN_LISTEN}
+        connections = psutil.Process(self.process.pid).net_connections("tcp")
+        return {entry.laddr.ip for entry in connections if entry.status == psutil.CONN_LISTEN}
 
     def health(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.client.get("/health").json()
-        return found
+        health: dict[str, Any] = self.client.get("/health").json()
+        return health
 
     def stats(self) -> dict[str, int]:
-        found: dict[str, int] = self.health()["stats"]
-        return found
+        stats: dict[str, int] = self.health()["stats"]
+        return stats
 
     def wait_until_idle(self) -> None:
         assert wait_until(lambda: not any(self.stats()[name] for name in IDLE), every_s=0.01), self.stats()
@@ -90,12 +90,12 @@ class Server:
 
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    found = Server(request.param)
+    server = Server(request.param)
     try:
-        found.wait_until_healthy()
-        yield found
+        server.wait_until_healthy()
+        yield server
     finally:
-        found.stop()
+        server.stop()
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -368,9 +368,9 @@ def module(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / "examples" / name)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("name", SERVERS)

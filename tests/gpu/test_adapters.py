@@ -43,7 +43,7 @@ class Given:
 
 def weights_of(size: int, sizes: tuple[int, ...], ranks: list[tuple[int, ...]], dtype: torch.dtype) -> AdapterWeights:
     """Return random adapters. ``ranks``: of each slot and part."""
-    max_rank = max(max(each) for each in ranks)
+    max_rank = max(max(ranks_of_slot) for ranks_of_slot in ranks)
     numbers = len(sizes) * max_rank * size + sum(sizes) * max_rank + 1024
     pool = torch.full((len(ranks), -(-numbers // UNIT) * UNIT), float("nan"), dtype=dtype, device="cuda")
     table = pool.view(torch.int32)
@@ -87,10 +87,10 @@ def test_adapter_kernels_equal_the_reference(
         x = torch.randn(num_rows, size, device="cuda", dtype=dtype)
         y = torch.randn(num_rows, sum(sizes), device="cuda", dtype=dtype)
         tiles = tiles_of(slots)
-        found = add(Given(y), x, weights, tiles, is_gated=is_gated).double()
+        actual = add(Given(y), x, weights, tiles, is_gated=is_gated).double()
         wide = AdapterWeights(weights.pool.double(), weights.table, 0, size, sizes, weights.max_rank)
         expected = in_torch(add, Given(y.double()), x.double(), wide, tiles, is_gated=is_gated)
-        assert (found - expected).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
+        assert (actual - expected).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
 
 
 def test_row_does_not_depend_on_other_rows() -> None:
@@ -164,10 +164,10 @@ def generate(runner: ModelRunner, chosen: list[int], *, num_tokens: int = 8, chu
 def test_graphs_return_the_tokens_of_eager_steps(folders: list[Path]) -> None:
     eager, captured = runner_of(folders), runner_of(folders, graphs=16)
     expected = generate(eager, [*range(12)])
-    base = [each for i, each in enumerate(expected) if i % 4 == 0]
-    assert base != [each for i, each in enumerate(expected) if i % 4 == 1]
-    found = generate(captured, [*range(12)])
-    num_equal = sum(a == b for a, b in zip(found, expected, strict=True))
+    base = [token_ids for i, token_ids in enumerate(expected) if i % 4 == 0]
+    assert base != [token_ids for i, token_ids in enumerate(expected) if i % 4 == 1]
+    actual = generate(captured, [*range(12)])
+    num_equal = sum(a == b for a, b in zip(actual, expected, strict=True))
     assert num_equal >= 10, "more than ties of rounded logits differ"
     eager.close()
     captured.close()

@@ -80,10 +80,10 @@ def test_attention_matches_torch(
         backend.prepare(batch)
         reference.prepare(replace(batch))
         for layer in range(2):
-            found = write_and_attend(backend, q, k, v, layer)
+            actual = write_and_attend(backend, q, k, v, layer)
             expected = write_and_attend(reference, q.float(), k.float(), v.float(), layer)
             assert torch.equal(pool[layer].float(), expected_pool[layer]), "K and V in their slots"
-            assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
+            assert float((actual.float() - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("rows", [ROWS["decodes"], ROWS["mixed, fresh ones last"], ROWS["decodes of many splits"]])
@@ -114,9 +114,9 @@ def test_windows_caps_and_sinks_match_torch(
     backend.prepare(batch)
     reference.prepare(batch)
     for layer in range(3):
-        found = write_and_attend(backend, q, k, v, layer)
+        actual = write_and_attend(backend, q, k, v, layer)
         expected = write_and_attend(reference, q.float(), k.float(), v.float(), layer)
-        assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
+        assert float((actual.float() - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -188,10 +188,10 @@ def test_prompts_with_shared_first_pages_match_torch(
     batch = on_device(stepping.make_batch(rows, tables, PAGE_SIZE), torch.device("cuda"))
     host_pages = batch.page_table.cpu().numpy()
     backend, reference = FlashInferAttention(shape, pool), TorchAttention(shape, pool.float())
-    found = _shared_rows.find_shared(
-        host_pages[2:-1], *(np.array(each[2:-1]) for each in (batch.query_lengths, batch.kv_lengths)), PAGE_SIZE
+    actual = _shared_rows.find_shared(
+        host_pages[2:-1], *(np.array(lengths[2:-1]) for lengths in (batch.query_lengths, batch.kv_lengths)), PAGE_SIZE
     )
-    assert found == (1, 6, 20)
+    assert actual == (1, 6, 20)
     heads = torch.randn(len(batch.slot_mapping), num_heads + 2 * num_kv_heads, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     reference.prepare(batch)

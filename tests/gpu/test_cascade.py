@@ -73,9 +73,9 @@ def test_attention_matches_torch(num_heads: int, num_kv_heads: int) -> None:
     reference.prepare(batch)
     used = len(lengths)
     expected = write_and_attend(reference, q[:used].float(), k[:used].float(), v[:used].float(), 0)
-    found = write_and_attend(cascade, q, k, v, 0)
-    assert found.isfinite().all()
-    assert float((found[:used].float() - expected).norm() / expected.norm()) < 1e-2
+    actual = write_and_attend(cascade, q, k, v, 0)
+    assert actual.isfinite().all()
+    assert float((actual[:used].float() - expected).norm() / expected.norm()) < 1e-2
 
 
 PREFIXES = [[(3 * i + seed) % 290 + 1 for i in range(70)] for seed in (0, 7, 50)]

@@ -39,11 +39,11 @@ def test_next_owner_of_a_page_reads_finite_numbers(tmp_path: Path, backend: str,
     """A row fails in the step in flight while its page is allocated to another request."""
     heads = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **heads)
-    found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16)
+    engine_settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16)
     settings = msgspec.structs.replace(
-        found.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
+        engine_settings.runner, device="cuda", attention_backend=backend, cuda_graph_max_rows=graphs
     )
-    runner = build(msgspec.structs.replace(found, runner=settings), lambda _: None)
+    runner = build(msgspec.structs.replace(engine_settings, runner=settings), lambda _: None)
     runner._model._embedding.weight[77] = torch.nan  # pyright: ignore
     greedy = Sampling(0, temperature=0.0)
     first = runner.launch(StepPlan([Row(4, 0, 2, TOKENS, [5, 6])], [NewRow(4, greedy, 2, [5, 6], [9])]))

@@ -55,11 +55,11 @@ def check_logits(ours: Model, dtype: torch.dtype, theirs: Any, rounded: Any, pro
     for prompt in prompts:
         attention.prepare(on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), device))
         inputs = model_inputs(ours, torch.tensor(prompt, device=device), torch.arange(len(prompt), device=device))
-        found = ours.compute_logits(ours.forward(inputs, attention)).float().cpu()
+        result = ours.compute_logits(ours.forward(inputs, attention)).float().cpu()
         exact = theirs(torch.tensor([prompt])).logits[0]
         if dtype == torch.float32:
-            torch.testing.assert_close(found, exact, atol=2e-3, rtol=1e-3)
-        our_error += float((found - exact).square().sum())
+            torch.testing.assert_close(result, exact, atol=2e-3, rtol=1e-3)
+        our_error += float((result - exact).square().sum())
         their_error += float((rounded(torch.tensor([prompt])).logits[0].float() - exact).square().sum())
     if dtype == torch.bfloat16:
         assert our_error**0.5 < 1.5 * their_error**0.5

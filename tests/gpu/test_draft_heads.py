@@ -28,7 +28,8 @@ async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
     save_head(
         tmp_path / "head",
         config,
-        {name: each.bfloat16() for name, each in tensors.items() if each.is_floating_point()} | {"d2t": tensors["d2t"]},
+        {name: tensor.bfloat16() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        | {"d2t": tensors["d2t"]},
     )
     save_with_mtp(
         save_model("deepseek_v3", tmp_path / "mtp", num_hidden_layers=4, max_position_embeddings=CONTEXT_LENGTH),
@@ -40,8 +41,8 @@ async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
     ]
     for name, arguments in cases:
         plain, _ = await answers(tmp_path / name)
-        found, stats = await answers(tmp_path / name, **arguments)
-        assert found == plain
+        tokens, stats = await answers(tmp_path / name, **arguments)
+        assert tokens == plain
         assert stats["num_proposed_drafts"] > 0
 
 
@@ -54,7 +55,7 @@ def test_all_drafts_that_read_the_right_hidden_state_are_accepted(algorithm: str
     params = {"temperature": 0, "max_new_tokens": 100}
     with Engine(tmp_path / "model", device=DEVICE, skip_tokenizer_init=True, **arguments) as engine:
         for _ in range(2):  # then with prefix hits
-            found = engine.generate(input_ids=prompts, sampling_params=params)
-            assert found["output_ids"] == [prompt[-1:] * 100 for prompt in prompts]
+            result = engine.generate(input_ids=prompts, sampling_params=params)
+            assert result["output_ids"] == [prompt[-1:] * 100 for prompt in prompts]
         stats = engine.stats()
         assert 0 < stats["num_proposed_drafts"] == stats["num_accepted_drafts"]

@@ -32,8 +32,8 @@ async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[s
     params: list[dict[str, Any]] = [
         {**SAMPLINGS[number % len(SAMPLINGS)], "max_new_tokens": rng.randrange(20, 200)} for number in range(18)
     ]
-    for each in params:
-        each.pop("stop", None)  # there is no tokenizer
+    for request in params:
+        request.pop("stop", None)  # there is no tokenizer
     options = {"enable_deterministic_inference": True} | options
     token_ids: list[list[int]] = []
     async with AsyncEngine(
@@ -43,14 +43,14 @@ async def answers(folder: Path, **options: Any) -> tuple[list[list[int]], dict[s
         max_total_tokens=32 * CONTEXT_LENGTH,
         **options,
     ) as engine:
-        counts = [each["max_new_tokens"] for each in params]
+        counts = [request["max_new_tokens"] for request in params]
         simple, drawn = (
             [{**SAMPLINGS[i % number], "max_new_tokens": count} for i, count in enumerate(counts)]
             for number in (NUM_SIMPLE, NUM_DRAWN)
         )
         for chosen in (params, simple, drawn):
-            found = await engine.async_generate(input_ids=prompts, sampling_params=chosen)
-            token_ids += found["output_ids"]
+            result = await engine.async_generate(input_ids=prompts, sampling_params=chosen)
+            token_ids += result["output_ids"]
         return token_ids, engine.stats()
 
 
@@ -69,7 +69,7 @@ async def test_answers_are_those_without_drafts(tmp_path: Path) -> None:
         ({**with_model, "enable_deterministic_inference": False}, 0.5),  # another kernel has other bits
     ]
     for options, least in cases:
-        found, stats = await answers(model, **options)
-        assert found == plain or "enable_deterministic_inference" in options, options
+        tokens, stats = await answers(model, **options)
+        assert tokens == plain or "enable_deterministic_inference" in options, options
         assert stats["num_proposed_drafts"] > 0, options
         assert stats["num_accepted_drafts"] >= least * stats["num_proposed_drafts"], options

@@ -45,13 +45,13 @@ def test_attention_of_packed_rows_is_that_of_a_cpu(dtype: torch.dtype, windows: 
     torch.manual_seed(0)
     heads = torch.randn(3, sum(LENGTHS), HEADS, HEAD_SIZE)
     batch = make_batch([(0, length) for length in LENGTHS], [[0] * length for length in LENGTHS], 1)
-    found = PackedAttention(shape, torch.empty(0, dtype=dtype, device="cuda"))
+    actual = PackedAttention(shape, torch.empty(0, dtype=dtype, device="cuda"))
     expected = PackedAttention(shape, torch.empty(0))
     for layer in range(2):
-        for attention in (expected, found):
+        for attention in (expected, actual):
             attention.prepare(batch)
         wanted = expected.attend(*heads.to(dtype).float(), layer)
-        close = found.attend(*heads.to(dtype).cuda(), layer).float().cpu()
+        close = actual.attend(*heads.to(dtype).cuda(), layer).float().cpu()
         torch.testing.assert_close(close, wanted, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=1e-2)
 
 
@@ -67,5 +67,5 @@ def test_vectors_equal_the_cpu(family: str, kind: str, graphs: int, tmp_path: Pa
         runner = replace(settings.runner, device="cuda", cuda_graph_max_rows=graphs)
         world = PoolWorld(replace(settings, runner=runner, model=replace(settings.model, dtype=dtype)))
         assert (world.runner.prompt_graphs is not None) == (graphs > 0 and dtype == "bfloat16")
-        for wanted, found in zip(expected, world.vectors_of(PROMPTS), strict=True):
-            assert torch.cosine_similarity(wanted, found, dim=0) > least
+        for wanted, actual in zip(expected, world.vectors_of(PROMPTS), strict=True):
+            assert torch.cosine_similarity(wanted, actual, dim=0) > least

@@ -27,7 +27,7 @@ def make_weights(gate: GateFunction, *, has_bias: bool, dtype: torch.dtype) -> E
     gate_up = torch.randn(NUM_EXPERTS, 2 * INNER, SIZE) * SIZE**-0.5
     down = torch.randn(NUM_EXPERTS, SIZE, INNER) * INNER**-0.5
     biases = (torch.randn(NUM_EXPERTS, 2 * INNER), torch.randn(NUM_EXPERTS, SIZE)) if has_bias else (None, None)
-    tensors = [None if each is None else each.to(dtype) for each in (gate_up, down, *biases)]
+    tensors = [None if tensor is None else tensor.to(dtype) for tensor in (gate_up, down, *biases)]
     assert tensors[0] is not None
     assert tensors[1] is not None
     return ExpertWeights(tensors[0], tensors[1], tensors[2], tensors[3], gate)
@@ -54,8 +54,8 @@ def test_kernels_equal_torch(gate: GateFunction, has_bias: bool, dtype: torch.dt
         there = routing.route(logits.cuda(), None, 3, RouterConfig())
         assert torch.equal(there.experts.cpu(), chosen.experts)
         expected = experts.prepare(weights, dtype)(x, chosen, shared)
-        found = computed(x.cuda(), there, SharedOutputs(shared.values.cuda(), gates.cuda()))
-        torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+        actual = computed(x.cuda(), there, SharedOutputs(shared.values.cuda(), gates.cuda()))
+        torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -101,7 +101,7 @@ def test_greedy_tokens_equal_transformers(theirs: Any, graphs: int) -> None:
 def test_adapters_in_graphs_return_the_tokens_of_a_cpu(tmp_path: Path) -> None:
     save(CONFIGS["gated MLPs"], tmp_path / "model")
     folders = [write_adapter(tmp_path / f"{rank}", tmp_path / "model", rank=rank, seed=rank) for rank in (4, 16)]
-    found: list[list[list[int]]] = []
+    results: list[list[list[int]]] = []
     for device, graphs in (("cpu", 0), ("cuda", 0), ("cuda", 8)):
         settings = settings_of(tmp_path / "model", graphs, depth=0, context_length=320)
         lora = LoraSettings(num_slots=2, max_rank=16, modules=())
@@ -111,9 +111,9 @@ def test_adapters_in_graphs_return_the_tokens_of_a_cpu(tmp_path: Path) -> None:
         for slot, path in enumerate(folders, 1):
             runner.adapters.place(slot, runner.adapters.read(Adapter(slot, path.name, str(path), ""))).result(timeout=9)
         rows = [opened(uid, uid % 3, prompt) for uid, prompt in enumerate(PROMPTS)]
-        found.append(generate(runner, rows, chunk=14))
+        results.append(generate(runner, rows, chunk=14))
         runner.close()
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,11 +125,11 @@ def test_kernels_of_heads_in_separate_tensors(num_heads: int, num_kv_heads: int,
     q, k, v = (part.view(1, 5, -1, size).transpose(1, 2) for part in whole.split(sizes, dim=1))
     cos, sin = torch.randn(2, 1, 5, size, device=CUDA).to(dtype)
     assert can_rotate_qk(q, k, cos, sin)
-    found, expected = rotate_qk(q, k, cos, sin), in_torch(rotate_qk, q, k, cos, sin)
+    actual, expected = rotate_qk(q, k, cos, sin), in_torch(rotate_qk, q, k, cos, sin)
     if dtype == torch.bfloat16:
-        assert all(map(torch.equal, found, expected))
-    torch.testing.assert_close(found, expected)
-    q, k, v = found[0][0].transpose(0, 1), found[1][0].transpose(0, 1), v[0].transpose(0, 1)
+        assert all(map(torch.equal, actual, expected))
+    torch.testing.assert_close(actual, expected)
+    q, k, v = actual[0][0].transpose(0, 1), actual[1][0].transpose(0, 1), v[0].transpose(0, 1)
     slots = torch.tensor([16, 17, 5, 95, 40], dtype=torch.int32, device=CUDA)
     for moves in (False, True):
         pools, wanted = torch.zeros(2, 2, 6, num_kv_heads, 16, size, dtype=dtype, device=CUDA)

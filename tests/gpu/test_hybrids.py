@@ -63,7 +63,7 @@ def expected(folder: Path) -> list[list[int]]:
 def test_greedy_tokens_in_fp32_equal_the_cpu(
     folder: Path, expected: list[list[int]], graphs: int, depth: int, backend: str, is_invariant: bool
 ) -> None:
-    found = run(
+    actual = run(
         folder,
         device="cuda",
         depth=depth,
@@ -72,7 +72,7 @@ def test_greedy_tokens_in_fp32_equal_the_cpu(
         cuda_graph_max_rows=graphs,
         max_running=graphs or 8,
     )
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.parametrize("graphs", [0, 8])
@@ -97,10 +97,10 @@ def test_preempted_requests_continue_from_snapshots(folder: Path) -> None:
     runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=8)
     prompts = [PROMPTS[3], PROMPTS[4], PROMPTS[6]] * 2
     world = World(msgspec.structs.replace(settings, runner=runner))
-    found = world.answers(prompts, max_new_tokens=40)
+    result = world.answers(prompts, max_new_tokens=40)
     assert world.num_preemptions > 0
     world.runner.close()
-    assert found == World(make_settings(folder)).answers(prompts, max_new_tokens=40)
+    assert result == World(make_settings(folder)).answers(prompts, max_new_tokens=40)
 
 
 class Layer:
@@ -159,8 +159,8 @@ def test_state_kernels_equal_plain_torch(
 ) -> None:
     layer = Layer(counts, starts, dtype)
     tolerance = 2e-4 if dtype == torch.float32 and not in_blocks else 3e-2
-    found = layer.run(is_reference=False, in_blocks=in_blocks)
-    for ours, expected in zip(found, layer.run(is_reference=True, in_blocks=False), strict=True):
+    actual = layer.run(is_reference=False, in_blocks=in_blocks)
+    for ours, expected in zip(actual, layer.run(is_reference=True, in_blocks=False), strict=True):
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
 
 

@@ -53,15 +53,15 @@ def test_graphs_and_overlap_change_little_in_bf16(model_type: str, tmp_path: Pat
     """With random weights, greedy tokens may differ after a rounding error. Most answers have the same first tokens."""
     saved = Saved(tmp_path, save_vision_model(model_type, tmp_path, head_size=128), Pictures(model_type, tmp_path))
     prompts = saved.prompts() * 2
-    found: list[list[list[int]]] = []
+    results: list[list[list[int]]] = []
     for graphs, depth, chunk_tokens in ((0, 0, 512), (16, 1, 512), (16, 1, 24)):
         world = gpu_world(
             saved, dtype="bfloat16", graphs=graphs, depth=depth, backend="flashinfer", chunk_tokens=chunk_tokens
         )
-        found.append(run(world, prompts, max_new_tokens=4))
+        results.append(run(world, prompts, max_new_tokens=4))
         world.runner.close()
-    for others in found[1:]:
-        same = [ours[i] == theirs[i] for ours, theirs in zip(found[0], others, strict=True) for i in range(4)]
+    for others in results[1:]:
+        same = [ours[i] == theirs[i] for ours, theirs in zip(results[0], others, strict=True) for i in range(4)]
         assert sum(same) >= 0.7 * len(same)
 
 
@@ -123,7 +123,7 @@ def test_a_large_picture_is_read_into_pinned_memory(tmp_path: Path) -> None:
     }
     save_file(arrays, str(tmp_path / "image"))
     for _ in range(3):
-        found = read_arrays(str(tmp_path / "image"), is_pinned=True)
+        result = read_arrays(str(tmp_path / "image"), is_pinned=True)
         for name, array in arrays.items():
-            assert found[name].is_pinned()
-            assert np.array_equal(found[name].cuda(non_blocking=True).cpu().numpy(), array)
+            assert result[name].is_pinned()
+            assert np.array_equal(result[name].cuda(non_blocking=True).cpu().numpy(), array)

@@ -34,8 +34,8 @@ def in_torch(operation: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return operation(*args, **kwargs)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -48,10 +48,10 @@ def test_norms(num_rows: int, size: int) -> None:
     epsilon = torch.tensor(1e-6, device="cuda")
     assert error(rms_norm(x, weight, epsilon), in_torch(rms_norm, x, weight, epsilon)) < 2e-3
     residual, expected_residual = x.clone(), x.clone()
-    found = add_rms_norm(delta, residual, weight, epsilon)
+    actual = add_rms_norm(delta, residual, weight, epsilon)
     expected = in_torch(add_rms_norm, delta, expected_residual, weight, epsilon)
     assert torch.equal(residual, expected_residual)
-    assert error(found, expected) < 2e-3
+    assert error(actual, expected) < 2e-3
 
 
 @pytest.mark.parametrize("keeps_sum", [False, True])
@@ -62,10 +62,10 @@ def test_layer_norm_of_a_sum(num_rows: int, size: int, dtype: torch.dtype, keeps
     for bias in (None, random(size, dtype=dtype)):
         options = {"weight": random(size, dtype=dtype), "bias": bias, "epsilon": 1e-5, "keeps_sum": keeps_sum}
         residual, expected_residual = x.clone(), x.clone()
-        found = add_layer_norm(delta, residual, **options)
+        actual = add_layer_norm(delta, residual, **options)
         expected = in_torch(add_layer_norm, delta, expected_residual, **options)
         assert torch.equal(residual, expected_residual)
-        assert error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 1e-6)
+        assert error(actual, expected) < (2e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -91,8 +91,8 @@ def test_norm_and_add(norms_sum: bool, weights: torch.dtype) -> None:
         behind, before = random(size, dtype=weights), random(size, dtype=weights) if norms_sum else None
         expected_residual = residual.clone()
         expected = in_torch(norm_and_add, delta, expected_residual, behind, before, epsilon=epsilon)
-        found = norm_and_add(delta, residual, behind, before, epsilon=epsilon)
-        assert error(found, expected) < 3e-3
+        actual = norm_and_add(delta, residual, behind, before, epsilon=epsilon)
+        assert error(actual, expected) < 3e-3
         assert error(residual, expected_residual) < 3e-3
 
 
@@ -118,9 +118,9 @@ def test_matrix_with_few_vectors(size: int, num_outputs: int, has_bias: bool) ->
     for num_rows in (3, 16, 17, 33, 64, 65, 128, 129):
         x = random(num_rows, size)
         expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        found = matmul(x)
-        assert error(found, expected) < 4e-3
-        assert torch.equal(matmul(x), found), "shares are added up in one order"
+        actual = matmul(x)
+        assert error(actual, expected) < 4e-3
+        assert torch.equal(matmul(x), actual), "shares are added up in one order"
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_gated_product(size: int, num_outputs: int, dtype: torch.dtype) -> None:
     for num_rows in (1, 2, 16, 17, 33, 64, 65, 80, 81, 96, 97, 128, 129):
         x = random(num_rows, size, dtype=dtype)
         expected = in_torch(activate_and_mul, functional.linear(x.double(), weight.double()), "silu")
-        found = matmul(x)
-        assert found.shape == (num_rows, num_outputs)
-        assert error(found, expected) < 6e-3
-        assert torch.equal(matmul(x), found)
+        actual = matmul(x)
+        assert actual.shape == (num_rows, num_outputs)
+        assert error(actual, expected) < 6e-3
+        assert torch.equal(matmul(x), actual)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -162,8 +162,8 @@ def test_rotation(num_heads: int, num_kv_heads: int, head_size: int, has_norms: 
     tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
     norms = (random(head_size), random(head_size), torch.tensor(1e-6, device="cuda")) if has_norms else None
     expected = in_torch(rotate_heads, heads.clone(), num_heads, tables, norms)
-    for found, wanted in zip(rotate_heads(heads, num_heads, tables, norms), expected, strict=True):
-        assert error(found, wanted) < 4e-3
+    for actual, wanted in zip(rotate_heads(heads, num_heads, tables, norms), expected, strict=True):
+        assert error(actual, wanted) < 4e-3
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
@@ -181,8 +181,8 @@ def test_rotation_into_the_pool(
     expected_pools = [pool.clone() for pool in pools]
     expected = in_torch(rotate_heads, heads.clone(), num_heads, tables, norms, KVTarget(slots, *expected_pools))
     target = KVTarget(slots, *pools, torch.empty_like(heads) if moves else None)
-    for found, wanted in zip(rotate_heads(heads, num_heads, tables, norms, target), expected, strict=True):
-        assert error(found, wanted) < 4e-3
+    for actual, wanted in zip(rotate_heads(heads, num_heads, tables, norms, target), expected, strict=True):
+        assert error(actual, wanted) < 4e-3
     assert torch.equal(pools[1], expected_pools[1])
     assert error(pools[0], expected_pools[0]) < 4e-3
 
@@ -262,13 +262,13 @@ def test_sampling_does_not_depend_on_the_type_of_logits(vocab_size: int) -> None
     for step in range(40):
         fields[2] = rows + 1000 * step
         for rules in (None, (rows, torch.full_like(rows, 1 << 30), top_p, min_p)):
-            found: list[torch.Tensor] = []
+            results: list[torch.Tensor] = []
             for scores in (logits, logits.float()):
                 out = torch.empty(num_rows, dtype=torch.int64, device=device)
                 kernels.sample(scores, Draws(fields, rules), out)
-                found += [out, kernels._masses.clone()]
-            assert torch.equal(found[0], found[2])
-            assert torch.equal(found[1], found[3])
+                results += [out, kernels._masses.clone()]
+            assert torch.equal(results[0], results[2])
+            assert torch.equal(results[1], results[3])
 
 
 @pytest.mark.parametrize("num_tokens", [96, 2048, 151_936, 151_937])
@@ -300,11 +300,11 @@ def test_logprobs(num_tokens: int, dtype: torch.dtype) -> None:
     for num_top in {0, 1, 8, 9, 64, 65} - set(range(num_tokens + 1, 100)):
         for num_asked in (0, 3, 70):
             asked = torch.randint(num_tokens, (7, num_asked), device="cuda") if num_asked else None
-            found = token_logprobs.measure(logits, token_ids, num_top, asked)
+            actual = token_logprobs.measure(logits, token_ids, num_top, asked)
             expected = in_torch(token_logprobs.measure, logits, token_ids, num_top, asked)
             num_values = 1 + num_top + num_asked
-            assert torch.equal(found[:, num_values:], expected[:, num_values:])
-            values, exact = (each[:, :num_values].contiguous().view(torch.float32) for each in (found, expected))
+            assert torch.equal(actual[:, num_values:], expected[:, num_values:])
+            values, exact = (part[:, :num_values].contiguous().view(torch.float32) for part in (actual, expected))
             torch.testing.assert_close(values, exact, atol=3e-5, rtol=1e-5)
             alone = token_logprobs.measure(logits[2:3], token_ids[2:3], num_top, None if asked is None else asked[2:3])
-            assert torch.equal(alone, found[2:3]), "a position gives the same bits in any batch"
+            assert torch.equal(alone, actual[2:3]), "a position gives the same bits in any batch"

@@ -80,8 +80,8 @@ def test_forms_match_torch(
         monkeypatch.setattr(_latent, "MAX_EXPANDED_BYTES", num_bytes)
         backend = build(replace(shape, expansions=(expansion.bfloat16(),)), pool)
         backend.prepare(batch)
-        found = write_and_attend(backend, q, k, k[..., :value_size], 0)
-        assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
+        actual = write_and_attend(backend, q, k, k[..., :value_size], 0)
+        assert float((actual.float() - expected).norm() / expected.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 70])
@@ -99,7 +99,7 @@ def test_decode_rows_match_torch(num_rows: int) -> None:
     ).bfloat16()
     order = (torch.randperm(sum(num_pages)) + 1).tolist()
     tables_of = [[order.pop() for _ in range(count)] for count in num_pages]
-    batch = on_device(make_batch([(each - 1, 1) for each in lengths], tables_of, PAGE_SIZE), torch.device("cuda"))
+    batch = on_device(make_batch([(length - 1, 1) for length in lengths], tables_of, PAGE_SIZE), torch.device("cuda"))
     ints = {"dtype": torch.int32, "device": "cuda"}
     buffers = DecodeBuffers(
         slot_mapping=torch.zeros(num_rows, **ints),
@@ -123,7 +123,7 @@ def test_decode_rows_match_torch(num_rows: int) -> None:
     attended()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        q, found = attended()
+        q, actual = attended()
     buffers.starts.copy_(torch.tensor([0, *num_pages]).cumsum(0))
     buffers.last_lengths.copy_(torch.tensor([(length - 1) % PAGE_SIZE + 1 for length in lengths]))
     buffers.page_ids[: sum(num_pages)] = torch.tensor([page for table in tables_of for page in table], **ints)
@@ -132,7 +132,7 @@ def test_decode_rows_match_torch(num_rows: int) -> None:
     reference = TorchAttention(exact, pool.float())
     reference.prepare(batch)
     expected = reference.attend(q.float(), q, q, 0)
-    assert float((found.float() - expected).norm() / expected.norm()) < 2e-2
+    assert float((actual.float() - expected).norm() / expected.norm()) < 2e-2
     heads = torch.zeros(num_rows, 17, 576, device="cuda").bfloat16()
     plain, latents = both.tensor_split((16 * 192,), dim=1)
     in_torch(
@@ -169,10 +169,10 @@ def test_attention_matches_torch(
         backend.prepare(batch)
         reference.prepare(replace(batch))
         for layer in range(2):
-            found = write_and_attend(backend, q, k, v, layer)
+            actual = write_and_attend(backend, q, k, v, layer)
             expected = write_and_attend(reference, q.float(), k.float(), v.float(), layer)
             assert torch.equal(pool[layer].float(), expected_pool[layer]), "keys in their slots"
-            assert float((found.float() - expected).norm() / expected.norm()) < error
+            assert float((actual.float() - expected).norm() / expected.norm()) < error
 
 
 @pytest.mark.parametrize(
@@ -217,14 +217,14 @@ def test_heads_and_their_matmuls_match_torch(num_heads: int, value_size: int, mo
         norm = torch.randn(value_size, device="cuda", dtype=dtype), torch.tensor(1e-6, device="cuda")
         angles = torch.randn(num_tokens, 1, more // 2, device="cuda")
         tables = RotaryTables(torch.cat((angles.cos(), angles.sin()), 1))
-        found, expected = torch.zeros(2, num_tokens, num_heads + 1, value_size + more, device="cuda", dtype=dtype)
+        actual, expected = torch.zeros(2, num_tokens, num_heads + 1, value_size + more, device="cuda", dtype=dtype)
         keys = torch.zeros(5, 1, PAGE_SIZE, value_size + more, device="cuda", dtype=dtype)
         slots = torch.randperm(5 * PAGE_SIZE, device="cuda")[:num_tokens]
         target = KVTarget(slots, keys, keys[..., :value_size])
-        latent_heads.latent_heads(q, latents, found, norm=norm, tables=tables, target=target)
+        latent_heads.latent_heads(q, latents, actual, norm=norm, tables=tables, target=target)
         in_torch(latent_heads.latent_heads, q, latents, expected, norm=norm, tables=tables, target=None)
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
-        assert torch.equal(keys.view(-1, value_size + more)[slots], found[:, -1])
+        torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+        assert torch.equal(keys.view(-1, value_size + more)[slots], actual[:, -1])
         weight = torch.randn(num_heads, 96, value_size, device="cuda", dtype=dtype) * 0.1
         values = torch.randn(num_tokens, num_heads, value_size, device="cuda", dtype=dtype)
         for part, x in ((weight[:, :64], q[..., :64]), (weight[:, 64:].transpose(1, 2), values)):
@@ -279,9 +279,9 @@ def test_error_of_logits_in_bf16_is_about_that_of_transformers(
         attention.prepare(on_device(make_batch([(0, len(prompt))], [list(range(1, 9))], 16), device))
         ids = torch.tensor(prompt, device=device)
         inputs = model_inputs(ours, ids, torch.arange(len(prompt), device=device))
-        found = ours.compute_logits(ours.forward(inputs, attention)).float()
+        actual = ours.compute_logits(ours.forward(inputs, attention)).float()
         exact = reference(ids[None]).logits[0]
-        our_error += float((found - exact).square().sum())
+        our_error += float((actual - exact).square().sum())
         their_error += float((rounded(ids[None]).logits[0].float() - exact).square().sum())
     assert our_error**0.5 < 1.5 * their_error**0.5
 
@@ -338,8 +338,8 @@ def test_graphs_in_pieces_work_in_each_form(
     attention.prepare(batch)
     expected = ours.forward(inputs, attention).float()
     expected_pool = pool[:, :, 1:].clone()
-    found = graphs.replay(inputs, batch, len(rows)).float()
-    assert float((found - expected).norm() / expected.norm()) < 5e-2
+    actual = graphs.replay(inputs, batch, len(rows)).float()
+    assert float((actual - expected).norm() / expected.norm()) < 5e-2
     assert float((pool[:, :, 1:] - expected_pool).float().norm() / expected_pool.float().norm()) < 5e-2
 
 

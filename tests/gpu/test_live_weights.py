@@ -69,16 +69,16 @@ async def test_answers_are_those_of_an_engine_with_the_new_weights(tmp_path: Pat
             async for chunk in stream:
                 own += chunk["output_ids"]
                 spans.append(chunk["meta_info"].get("weight_versions"))
-        ends = [found for found in spans if found]
-        assert all([version for version, _, _ in found] == ["default", "1"] for found in ends)
+        ends = [spans_of_row for spans_of_row in spans if spans_of_row]
+        assert all([version for version, _, _ in spans_of_row] == ["default", "1"] for spans_of_row in ends)
         for prompt, own, [_, (_, start, stop)] in zip(prompts, ids, ends, strict=True):
             rest = await other.async_generate(
                 input_ids=prompt + own[:start], sampling_params=greedy(NUM_TOKENS - start)
             )
             assert rest["output_ids"] == own[start:stop]
         expected = await other.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
-        found = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
-        assert found["output_ids"] == expected["output_ids"]
+        actual = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+        assert actual["output_ids"] == expected["output_ids"]
 
 
 async def test_tensors_on_the_gpu_and_released_memory(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ async def test_tensors_on_the_gpu_and_released_memory(tmp_path: Path) -> None:
     async with engine_of(old, enable_memory_saver=True) as engine:
 
         async def check() -> None:
-            found = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
-            assert found["output_ids"] == expected["output_ids"]
+            actual = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+            assert actual["output_ids"] == expected["output_ids"]
 
         before = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
         assert before["output_ids"] != expected["output_ids"]
@@ -123,8 +123,8 @@ async def test_tensors_on_the_gpu_and_released_memory(tmp_path: Path) -> None:
             await engine.resume_memory_occupation(tag)
             await check()
         assert await engine.update_weights_from_disk(str(old))
-        found = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
-        assert found["output_ids"] == before["output_ids"]
+        actual = await engine.async_generate(input_ids=prompts, sampling_params=greedy(NUM_TOKENS))
+        assert actual["output_ids"] == before["output_ids"]
 
 
 def graph_of(model: Model, num_tokens: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:

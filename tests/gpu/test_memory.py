@@ -21,9 +21,9 @@ HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **HEADS)
-    found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None)
-    runner = msgspec.structs.replace(found.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=4)
-    return msgspec.structs.replace(found, runner=runner)
+    settings = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None)
+    runner = msgspec.structs.replace(settings.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=4)
+    return msgspec.structs.replace(settings, runner=runner)
 
 
 def fill(left_mib: int) -> torch.Tensor:
@@ -60,14 +60,14 @@ def test_pool_that_is_too_large_is_refused(settings: Settings) -> None:
 def test_largest_steps_fit_into_memory(tmp_path: Path) -> None:
     """The pool uses nearly all memory. Then the largest steps run: all rows, long prompts and all penalties."""
     save_model("qwen3", tmp_path, dtype=torch.bfloat16, **{**HEADS, "vocab_size": 152_000})
-    found = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None, chunk_tokens=8192)
+    changed = make_settings(tmp_path, dtype="bfloat16", depth=1, page_size=16, num_pages=None, chunk_tokens=8192)
     settings = msgspec.structs.replace(
-        found,
-        model=msgspec.structs.replace(found.model, vocab_size=152_000),
-        memory=msgspec.structs.replace(found.memory, mem_fraction_static=0.999),
-        scheduler=msgspec.structs.replace(found.scheduler, max_running=600),
+        changed,
+        model=msgspec.structs.replace(changed.model, vocab_size=152_000),
+        memory=msgspec.structs.replace(changed.memory, mem_fraction_static=0.999),
+        scheduler=msgspec.structs.replace(changed.scheduler, max_running=600),
         runner=msgspec.structs.replace(
-            found.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=600
+            changed.runner, device="cuda", attention_backend="triton", cuda_graph_max_rows=600
         ),
     )
     torch.cuda.empty_cache()

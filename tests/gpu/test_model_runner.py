@@ -138,9 +138,9 @@ def test_error_of_logits_in_bf16_is_about_that_of_transformers(
         ids = torch.tensor(prompt, device=device)
         attention.prepare(batch)
         inputs = model_inputs(ours, ids, torch.arange(len(prompt), device=device))
-        found = ours.compute_logits(ours.forward(inputs, attention)).float()
+        actual = ours.compute_logits(ours.forward(inputs, attention)).float()
         exact = reference(ids[None]).logits[0]
-        our_error += float((found - exact).square().sum())
+        our_error += float((actual - exact).square().sum())
         their_error += float((rounded(ids[None]).logits[0].float() - exact).square().sum())
     assert our_error**0.5 < 1.5 * their_error**0.5
 
@@ -148,7 +148,9 @@ def test_error_of_logits_in_bf16_is_about_that_of_transformers(
 def on_device(given: Given, device: torch.device) -> Given:
     """Return the inputs with their tensors on the device."""
     values = {field.name: getattr(given, field.name) for field in fields(given)}
-    return replace(given, **{name: each.to(device) for name, each in values.items() if isinstance(each, torch.Tensor)})
+    return replace(
+        given, **{name: value.to(device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    )
 
 
 def test_tokens_are_the_same_with_overlap(model: tuple[Path, torch.nn.Module]) -> None:
@@ -211,11 +213,11 @@ def test_graphs_in_pieces_match_eager_steps(
     for _ in range(2):
         graphs.replay(other_inputs, other, len(long))
         pool.copy_(before)
-        found = graphs.replay(inputs, batch, len(rows))
+        actual = graphs.replay(inputs, batch, len(rows))
     assert pool[:, :, 0].isfinite().all(), "padding goes on to be multiplied by zero"
-    assert found.shape == expected.shape
+    assert actual.shape == expected.shape
     if is_exact:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
         assert torch.equal(pool[:, :, 1:].float(), expected_pool)
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 2e-2
+    assert float((actual.float() - expected.float()).norm() / expected.float().norm()) < 2e-2
     assert float((pool[:, :, 1:].float() - expected_pool).norm() / expected_pool.norm()) < 2e-2

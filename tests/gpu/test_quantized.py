@@ -43,12 +43,12 @@ def loaded(folder: Path, tensors: dict[str, Tensor], quantization: object, *, ba
         old.unlink()
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
-    config, found = split_config(raw)
+    config, scheme = split_config(raw)
     options = ModelOptions(
         dtype=torch.bfloat16, device=CUDA, max_positions=256, format_of=plain, batch_invariant=batch_invariant
     )
-    if found is not None:
-        options = replace(options, format_of=formats(found))
+    if scheme is not None:
+        options = replace(options, format_of=formats(scheme))
     model = models.build(config, options)
     weights.load(model, folder, load_format="auto", seed=0, report=lambda done, total: None)
     return model

@@ -48,9 +48,9 @@ with torch.inference_mode():
         weight, epsilon = residual[0].clone(), torch.tensor(1e-5, device="cuda")
         expected_stream = residual.clone()
         expected = add_rms_norm(total, expected_stream, weight, epsilon)
-        found = group.add_rms_norm(parts[rank].clone(), residual, weight, epsilon)
+        actual = group.add_rms_norm(parts[rank].clone(), residual, weight, epsilon)
         assert torch.equal(residual, expected_stream), num_rows
-        torch.testing.assert_close(found, expected, atol=0, rtol=0.02)
+        torch.testing.assert_close(actual, expected, atol=0, rtol=0.02)
 """
 
 
@@ -74,15 +74,15 @@ async def test_greedy_tokens_are_those_of_one_rank_in_fp32(tmp_path: Path) -> No
     sizes = {**HEADS, "max_position_embeddings": CONTEXT_LENGTH, "initializer_range": 0.1}
     save_model("qwen3", tmp_path, dtype=torch.float32, **sizes)
     prompts = [[(length * 7 + place * place) % 260 for place in range(length)] for length in LENGTHS]
-    found: list[list[list[int]]] = []
+    results: list[list[list[int]]] = []
     for tp_size in (1, 2):
         async with AsyncEngine(
             str(tmp_path), device=DEVICE, dtype="float32", skip_tokenizer_init=True, tp_size=tp_size
         ) as engine:
             params = {"temperature": 0, "max_new_tokens": 60}
             answer = await engine.async_generate(input_ids=prompts, sampling_params=params)
-            found.append(answer["output_ids"])
-    assert found[0] == found[1]
+            results.append(answer["output_ids"])
+    assert results[0] == results[1]
 
 
 async def test_answers_with_and_without_graphs_are_equal(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, case: str) ->
     if case == "adapter":
         adapter = str(write_adapter(tmp_path / "adapter", model, rank=8, seed=0))
         options["lora_paths"] = [adapter]
-    found: list[list[float]] = []
+    results: list[list[float]] = []
     for tp_size in (1, 2):
         async with AsyncEngine(
             str(model), device=DEVICE, skip_tokenizer_init=True, tp_size=tp_size, **options
@@ -121,12 +121,12 @@ async def test_logprobs_are_near_those_of_one_rank(tmp_path: Path, case: str) ->
                 logprob_start_len=0,
                 lora_path=adapter,
             )
-            found.append([logprob or 0.0 for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
-    one, two = map(torch.tensor, found)
-    assert len(one) == 299
+            results.append([logprob or 0.0 for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
+    one_rank, two = map(torch.tensor, results)
+    assert len(one_rank) == 299
     # the inputs of fp8 products get scales by row, and a rank has a part of a row
-    assert (one - two).abs().mean() < (0.3 if case == "fp8" else 0.1)
-    assert one.std() > 1, "the logprobs of tokens differ"
+    assert (one_rank - two).abs().mean() < (0.3 if case == "fp8" else 0.1)
+    assert one_rank.std() > 1, "the logprobs of tokens differ"
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])

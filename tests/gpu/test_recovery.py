@@ -82,7 +82,7 @@ class Crowd:
             self.moments.pop(0)
             num_started = sum(bool(ids) and reason is None for _, ids, reason in self.answers)
             self.caught.append((num_started, sum(not ids for _, ids, _ in self.answers)))
-            [pid] = [one["pid"] for one in health["processes"] if one["role"] == self.role]
+            [pid] = [process["pid"] for process in health["processes"] if process["role"] == self.role]
             os.kill(pid, signal.SIGKILL)
 
 
@@ -110,12 +110,12 @@ async def check_recovery(folder: Path, roles: list[str], **options: Any) -> None
         for role in roles:
             moments = (total // 3,) if role == "detokenizer" else (30, total // 2)
             crowd = Crowd(engine, role, moments)
-            found = await crowd.ask_all()
+            actual = await crowd.ask_all()
             num_restarts += len(moments)
             assert engine.stats()["num_restarts"] == num_restarts, "each kill was noticed"
             assert all(num_started for num_started, _ in crowd.caught), crowd.caught
             assert crowd.caught[0][1] > 0, "some had not begun"
-            for number, pair in enumerate(zip(found, expected, strict=True)):
+            for number, pair in enumerate(zip(actual, expected, strict=True)):
                 assert pair[0] == pair[1], f"stream {number}, {role} killed"
 
 

@@ -73,7 +73,7 @@ def test_outputs_fit_their_grammars(saved: Saved, graphs: int, depth: int, monke
 def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: int, depth: int) -> None:
     """Small steps run in a graph, and large ones outside of it."""
     grammar = grammar_of(regex="[ab]hello, these words are forced[cd]{2,4}!")
-    found: list[list[list[int]]] = []
+    results: list[list[list[int]]] = []
     num_steps: list[int] = []
     for min_forced, max_tokens in ((1000, 16), (2, 16), (2, 1000)):
         world = saved.world(graphs=graphs, depth=depth)
@@ -88,10 +88,10 @@ def test_forced_tokens_take_no_steps_and_change_nothing(saved: Saved, graphs: in
             for seed in range(3)
         ]
         world.run()
-        found.append([world.outputs[uid] for uid in uids])
+        results.append([world.outputs[uid] for uid in uids])
         num_steps.append(world.core.scheduler.stats(0.0).num_steps)
         world.runner.close()
-    assert found[1] == found[2] == found[0]
+    assert results[1] == results[2] == results[0]
     assert num_steps[1] < num_steps[0]
     assert num_steps[2] < num_steps[0]
 
@@ -153,7 +153,7 @@ def test_hidden_states_and_embeddings_match_transformers(
         assert [extra.kind for extra in extras if extra.kind != PROMPT_STATES] == [HIDDEN_STATES] * len(output)
         assert returns_all == any(extra.kind == PROMPT_STATES for extra in extras)
         for extra in extras:
-            found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
+            actual = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
             start = extra.index if extra.kind == PROMPT_STATES else len(PROMPT) - 1 + extra.index
-            torch.testing.assert_close(found, expected[start : start + len(found)], atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(actual, expected[start : start + len(actual)], atol=2e-3, rtol=2e-3)
     world.runner.close()

@@ -63,8 +63,8 @@ class Page:
             assert data, "Chromium ended, or gives no answer"
             self._unread += data
         message, _, self._unread = self._unread.partition(b"\0")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        result: dict[str, Any] = json.loads(message)
+        return result
 
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
@@ -85,8 +85,8 @@ class Page:
 
     def text(self) -> str:
         """Return the visible text."""
-        found: str = self.value("document.body.innerText")
-        return found
+        text: str = self.value("document.body.innerText")
+        return text
 
     def type(self, text: str) -> None:
         self.send("Input.insertText", text=text)

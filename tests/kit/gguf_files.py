@@ -85,8 +85,8 @@ def stored(tensor: Tensor, kind: str) -> tuple[Stored, Tensor]:
     """Convert tensor [...] to blocks of a type. Return the blocks, and their values in fp32."""
     values = tensor.float().contiguous()
     if kind in {"F32", "F16", "BF16"}:
-        made = values.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
-        return Stored(KINDS[kind], tuple(tensor.shape), made.view(torch.uint8).numpy().tobytes()), made.float()
+        rounded = values.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
+        return Stored(KINDS[kind], tuple(tensor.shape), rounded.view(torch.uint8).numpy().tobytes()), rounded.float()
     form = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}[kind]
     content, numbers = form(values.numpy().reshape(-1, 256 if kind.endswith("K") else 32))
     return Stored(KINDS[kind], tuple(tensor.shape), content.tobytes()), torch.from_numpy(numbers).view(tensor.shape)
@@ -119,15 +119,15 @@ def _q6_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     wanted = np.abs(groups).max(2) / 31
     half, d = _half(wanted.max(1) / 127)
     scales = _divided(wanted, d[:, None]).astype(np.int8)
-    each = (d[:, None] * scales)[:, :, None]
-    q = np.clip(_divided(groups, each) + 32, 0, 63).astype(np.uint8)
+    group_scales = (d[:, None] * scales)[:, :, None]
+    q = np.clip(_divided(groups, group_scales) + 32, 0, 63).astype(np.uint8)
     parts = q.reshape(-1, 2, 4, 32)  # halves of a block, and places of two bits in a byte
     low = np.concatenate(
         [parts[:, :, 0] & 15 | (parts[:, :, 2] & 15) << 4, parts[:, :, 1] & 15 | (parts[:, :, 3] & 15) << 4], 2
     )
     high = np.bitwise_or.reduce((parts >> 4) << np.arange(0, 8, 2, dtype=np.uint8)[:, None], axis=2)
     content = np.concatenate([low.reshape(-1, 128), high.reshape(-1, 64), scales.view(np.uint8), half], 1)
-    return content.astype(np.uint8), each * (q.astype(np.float32) - 32)
+    return content.astype(np.uint8), group_scales * (q.astype(np.float32) - 32)
 
 
 def _q4_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -137,8 +137,8 @@ def _q4_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     (half, d), (half_min, d_min) = _half(wanted.max(1) / 63), _half(lowest.max(1) / 63)
     scales = np.clip(_divided(wanted, d[:, None]), 0, 63).astype(np.uint8)
     minima = np.clip(_divided(lowest, d_min[:, None]), 0, 63).astype(np.uint8)
-    each, minimum = (d[:, None] * scales)[:, :, None], (d_min[:, None] * minima)[:, :, None]
-    q = np.clip(_divided(groups + minimum, each), 0, 15).astype(np.uint8)
+    group_scales, minimum = (d[:, None] * scales)[:, :, None], (d_min[:, None] * minima)[:, :, None]
+    q = np.clip(_divided(groups + minimum, group_scales), 0, 15).astype(np.uint8)
     packed = [
         scales[:, :4] | (scales[:, 4:] >> 4) << 6,
         minima[:, :4] | (minima[:, 4:] >> 4) << 6,
@@ -146,7 +146,7 @@ def _q4_k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ]
     pairs = q.reshape(-1, 4, 2, 32)
     content = np.concatenate([half, half_min, *packed, (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)], 1)
-    return content, each * q.astype(np.float32) - minimum
+    return content, group_scales * q.astype(np.float32) - minimum
 
 
 # ---------------------------------------------------------------- models and tokenizers
@@ -156,7 +156,7 @@ def model_metadata(config: Mapping[str, object]) -> dict[str, object]:
     """Return the metadata for config.json of a family."""
     kind, rope = config["model_type"], config.get("rope_parameters") or {}
     assert isinstance(rope, dict)
-    found = {
+    fields = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
@@ -169,7 +169,7 @@ def model_metadata(config: Mapping[str, object]) -> dict[str, object]:
         "rope.dimension_count": config["head_dim"],
         "rope.freq_base": float(rope.get("rope_theta", 1e4)),
     }
-    own = {f"{kind}.{key}": value for key, value in found.items()}
+    own = {f"{kind}.{key}": value for key, value in fields.items()}
     return {"general.architecture": kind, "general.alignment": ALIGNMENT, **own}
 
 

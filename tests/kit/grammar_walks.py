@@ -44,7 +44,7 @@ def allowed(constraint: Constraint) -> list[int]:
         return [] if constraint.is_over else [constraint.next_token]
     masks = np.zeros((1, demo_grammars().num_words), dtype=np.int32)
     demo_grammars().fill([constraint], masks)
-    return [int(each) for each in np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))]
+    return [int(token_id) for token_id in np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))]
 
 
 def walk(grammar: Grammar, seed: int, *, max_tokens: int = 300) -> tuple[list[int], bool]:
@@ -57,7 +57,7 @@ def walk(grammar: Grammar, seed: int, *, max_tokens: int = 300) -> tuple[list[in
         assert not constraint.error, constraint.error
         assert choices, f"no token is allowed after {text_of(ids)!r}"
         # closing tokens are drawn more often, so that outputs are short
-        closing = [each for each in choices if each == EOS or token_bytes()[each][-1:] in b'"}],']
+        closing = [choice for choice in choices if choice == EOS or token_bytes()[choice][-1:] in b'"}],']
         token_id = drawn.choice(closing if closing and drawn.random() < 0.4 else choices)
         ids.append(token_id)
         constraint.advance(token_id)
@@ -78,4 +78,4 @@ def accepts(grammar: Grammar, text: str) -> bool:
 
 
 def text_of(ids: list[int]) -> str:
-    return b"".join(token_bytes()[each] for each in ids if each != EOS).decode()
+    return b"".join(token_bytes()[token_id] for token_id in ids if token_id != EOS).decode()

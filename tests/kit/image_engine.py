@@ -68,13 +68,13 @@ def media_folder(engine: AsyncEngine) -> Path:
 
 def record_submits(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
     """Return a list to which all requests to the processes are appended."""
-    found: list[Submit] = []
+    recorded: list[Submit] = []
     submitter = engine._run.frontend.calls.submitter
     send = submitter._send
 
     def record(submits: list[Submit]) -> None:
-        found.extend(submits)
+        recorded.extend(submits)
         send(submits)
 
     monkeypatch.setattr(submitter, "_send", record)
-    return found
+    return recorded

@@ -26,7 +26,9 @@ def check_cache(cache: PrefixCache, running: Iterable[Allocation]) -> None:
     allocations = list(running)
     assert len(cache._free) + cache.num_cached + sum(map(num_owned, allocations)) == cache.num_pages
     if cache.snapshots is not None:
-        _check_snapshots(cache.snapshots, [one.snapshots for one in allocations if one.snapshots is not None])
+        _check_snapshots(
+            cache.snapshots, [allocation.snapshots for allocation in allocations if allocation.snapshots is not None]
+        )
 
 
 def num_owned(allocation: Allocation) -> int:

@@ -32,11 +32,11 @@ def place(page: Path) -> str:
 
 
 def blocks(text: str) -> list[Block]:
-    found: list[Block] = []
+    code_blocks: list[Block] = []
     for match in re.finditer(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL):
         language, code, output = match.groups()
-        found.append(Block(language, code, text.count("\n", 0, match.start()) + 1, output))
-    return found
+        code_blocks.append(Block(language, code, text.count("\n", 0, match.start()) + 1, output))
+    return code_blocks
 
 
 def headings(text: str) -> set[str]:
@@ -54,13 +54,13 @@ def links(text: str) -> list[str]:
 
 def broken_links(page: Path) -> list[str]:
     """Return the links of a page to missing files or headings."""
-    found: list[str] = []
+    broken: list[str] = []
     for target in links(page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         if not file.exists() or (anchor and anchor not in headings(file.read_text(encoding="utf-8"))):
-            found.append(f"{place(page)}: {target}")
-    return found
+            broken.append(f"{place(page)}: {target}")
+    return broken
 
 
 def table(text: str, first_column: str) -> dict[str, list[str]]:

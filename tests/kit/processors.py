@@ -20,12 +20,12 @@ class Force:
 
     def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         self._num_steps += 1
-        for row, each in zip(logits, params, strict=True):
-            kept = row[each["token"]].clone()
+        for row, own in zip(logits, params, strict=True):
+            kept = row[own["token"]].clone()
             row.fill_(-torch.inf)
-            row[each["token"]] = kept
-            if "file" in each and self._num_steps == 3 and not Path(each["file"]).exists():
-                Path(each["file"]).touch()
+            row[own["token"]] = kept
+            if "file" in own and self._num_steps == 3 and not Path(own["file"]).exists():
+                Path(own["file"]).touch()
                 os._exit(1)
         return logits
 
@@ -34,10 +34,10 @@ class Add:
     """Adds ``bias`` to the logit of ``token`` in a new tensor."""
 
     def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
-        made = logits.clone()
-        for row, each in zip(made, params, strict=True):
-            row[each["token"]] += each["bias"]
-        return made
+        changed = logits.clone()
+        for row, own in zip(changed, params, strict=True):
+            row[own["token"]] += own["bias"]
+        return changed
 
 
 class UnprintableError(Exception):
@@ -57,7 +57,7 @@ class Broken:
     """Fails in the way that the parameter ``how`` names, if there is one."""
 
     def apply(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> Any:
-        how = next((each["how"] for each in params if each), "")
+        how = next((own["how"] for own in params if own), "")
         logits[0] = 5.0  # this change must be discarded
         match how:
             case "raise" | "surrogate" | "long" | "message":

@@ -37,9 +37,9 @@ def grammars() -> Grammars:
             {"id": NUM_PLAIN + i, "content": text, **flags, "special": True} for i, text in enumerate(SPECIAL)
         ]
         file.write_text(json.dumps(content))
-        made = Grammars(str(copy), VOCAB_SIZE)
-        made.compile(Grammar("regex", "a", eos_token_ids=(EOS,))).result()  # reads the files
-        return made
+        compiler = Grammars(str(copy), VOCAB_SIZE)
+        compiler.compile(Grammar("regex", "a", eos_token_ids=(EOS,))).result()  # reads the files
+        return compiler
 
 
 def compiled(**params: object) -> Grammar:

@@ -55,7 +55,7 @@ def _qwen(model_type: str, head_size: int = 16) -> PreTrainedModel:
         **QWEN_TOWERS[model_type],
         "hidden_size" if model_type == "qwen2_vl" else "out_hidden_size": hidden_size,
     }
-    section = [each * head_size // 16 for each in ((4, 2, 2) if model_type == "qwen3_vl" else (2, 3, 3))]
+    section = [size * head_size // 16 for size in ((4, 2, 2) if model_type == "qwen3_vl" else (2, 3, 3))]
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": section}
     sizes = {"num_hidden_layers": 3, "head_dim": head_size, "hidden_size": hidden_size}
     text = {**SIZES, **sizes, "rope_parameters": rope}
@@ -154,7 +154,7 @@ class Picture:
     grid: tuple[int, int, int] = (0, 0, 0)
 
     def media(self, start: int) -> Media:
-        content = hashlib.sha256(b"".join(each.numpy().tobytes() for each in self.arrays.values())).digest()
+        content = hashlib.sha256(b"".join(array.numpy().tobytes() for array in self.arrays.values())).digest()
         return Media(start, len(self.token_ids), self.token_ids.count(IMAGE), content, str(self.path), self.grid)
 
 
@@ -239,7 +239,7 @@ def clear_tokens(logits: torch.Tensor, output: list[int], margin: float = 1e-3) 
 
     If the two best tokens are within the margin, return the token of ``output``.
     """
-    found = logits[len(logits) - len(output) - 1 : -1].index_fill(1, torch.tensor([IMAGE]), -1e9)
-    best = found.topk(2).values
+    answer_logits = logits[len(logits) - len(output) - 1 : -1].index_fill(1, torch.tensor([IMAGE]), -1e9)
+    best = answer_logits.topk(2).values
     is_clear = best[:, 0] - best[:, 1] > margin
-    return torch.where(is_clear, found.argmax(-1), torch.tensor(output)).tolist()
+    return torch.where(is_clear, answer_logits.argmax(-1), torch.tensor(output)).tolist()

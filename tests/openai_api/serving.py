@@ -70,9 +70,9 @@ def app_served(app: FastAPI, engine: AsyncEngine) -> Iterator[Served]:
         thread.start()
         try:
             assert wait_until(lambda: server.started or not thread.is_alive(), 90)
-            found = Served(engine, f"http://127.0.0.1:{listening.getsockname()[1]}", loop)
-            with found.client:
-                yield found
+            running = Served(engine, f"http://127.0.0.1:{listening.getsockname()[1]}", loop)
+            with running.client:
+                yield running
         finally:
             server.should_exit = True
             thread.join(30)

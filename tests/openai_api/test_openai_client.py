@@ -201,7 +201,7 @@ TOOL: Any = {
 def test_forced_tool_call_has_valid_arguments(server: Served, choice: Any) -> None:
     with openai.OpenAI(base_url=f"{server.url}/tools/v1", api_key="any", max_retries=0) as client:
         other: Any = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
-        found = client.chat.completions.create(
+        answer = client.chat.completions.create(
             model=MODEL,
             messages=PERU,
             tools=[TOOL] if choice == "required" else [other, TOOL],
@@ -209,8 +209,8 @@ def test_forced_tool_call_has_valid_arguments(server: Served, choice: Any) -> No
             parallel_tool_calls=False,
             seed=1,
         ).choices[0]
-    assert found.finish_reason == "tool_calls"
-    (call,) = found.message.tool_calls or []
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "find_city"
     arguments = json.loads(call.function.arguments)
@@ -251,12 +251,12 @@ def test_prompts_are_texts_or_token_ids_or_lists_of_them(server: Served, client:
         assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
         return [choice.text for choice in answer.choices]
 
-    (one,) = texts(FRANCE)
-    assert texts(ids) == texts([FRANCE]) == texts([ids]) == [one]
+    (text,) = texts(FRANCE)
+    assert texts(ids) == texts([FRANCE]) == texts([ids]) == [text]
     other = texts("Once upon a")[0]
-    assert texts([FRANCE, "Once upon a"], n=2) == [one, one, other, other]
-    assert texts([ids, ids]) == [one, one]
-    assert texts(ids, echo=True) == [FRANCE + one]
+    assert texts([FRANCE, "Once upon a"], n=2) == [text, text, other, other]
+    assert texts([ids, ids]) == [text, text]
+    assert texts(ids, echo=True) == [FRANCE + text]
 
 
 def test_streamed_batch_equals_the_whole_answers(client: openai.OpenAI) -> None:
@@ -310,14 +310,14 @@ def test_embeddings_are_floats_or_base64(server: Served, client: openai.OpenAI) 
 def test_scores_are_the_probabilities_of_labels(server: Served) -> None:
     labels = [server.engine.tokenizer.encode(text)[0] for text in (" Paris", " London")]
     body = {"query": "The capital of France", "items": [" is", " is called"], "label_token_ids": labels}
-    found = server.post("/v1/score", body | {"apply_softmax": True}).json()["scores"]
-    assert [sum(scores) for scores in found] == pytest.approx([1, 1])
-    assert found[0][0] > 0.9
+    softmaxed = server.post("/v1/score", body | {"apply_softmax": True}).json()["scores"]
+    assert [sum(scores) for scores in softmaxed] == pytest.approx([1, 1])
+    assert softmaxed[0][0] > 0.9
 
 
 def test_tokenize_and_detokenize_are_inverse(server: Served) -> None:
-    found = server.post("/tokenize", {"prompt": FRANCE}).json()
-    assert found == {"tokens": server.engine.tokenizer.encode(FRANCE), "count": 5, "max_model_len": 2048}
-    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": FRANCE}
+    tokenized = server.post("/tokenize", {"prompt": FRANCE}).json()
+    assert tokenized == {"tokens": server.engine.tokenizer.encode(FRANCE), "count": 5, "max_model_len": 2048}
+    assert server.post("/detokenize", {"tokens": tokenized["tokens"]}).json() == {"prompt": FRANCE}
     assert server.post("/tokenize", {"messages": PERU}).json()["count"] == 18
     assert server.post("/tokenize", {"messages": PERU, "prompt": "x"}).status_code == 400

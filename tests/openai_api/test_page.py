@@ -77,8 +77,8 @@ def bodies(page: Page) -> list[dict[str, Any]]:
 
 
 def articles(page: Page) -> list[str]:
-    found: list[str] = page.value("[...document.querySelectorAll('article')].map((each) => each.innerText)")
-    return found
+    messages: list[str] = page.value("[...document.querySelectorAll('article')].map((each) => each.innerText)")
+    return messages
 
 
 def test_a_conversation_is_sent_and_its_answers_are_shown(page: Page) -> None:

@@ -49,9 +49,9 @@ def chat(text: str, **fields: object) -> dict[str, object]:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    found: dict[str, Any] = response.json()["error"]
-    assert found.keys() == {"message", "type", "param", "code"}
-    return found
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
 
 
 # ---------------------------------------------------------------- keys, sizes, ids
@@ -92,8 +92,8 @@ def test_large_body_is_status_413(server: Served) -> None:
 def test_request_id_of_the_client_comes_back(server: Served) -> None:
     response = server.client.get("/v1/models", headers={"x-request-id": "mine"})
     assert response.headers["x-request-id"] == "mine"
-    one, two = (server.client.get("/v1/models/nosuch").headers["x-request-id"] for _ in range(2))
-    assert one != two
+    first, two = (server.client.get("/v1/models/nosuch").headers["x-request-id"] for _ in range(2))
+    assert first != two
 
 
 # ---------------------------------------------------------------- wrong requests
@@ -297,15 +297,15 @@ async def test_continued_stream_begins_with_new_text() -> None:
         return {"text": text, "text_offset": offset, "meta_info": {"finish_reason": reason}, **ids}
 
     async def stream() -> AsyncIterator[dict[str, Any]]:
-        for each in (chunk("known", 0), chunk(" new", 5), chunk(".", 9, "stop")):
-            yield each
+        for part in (chunk("known", 0), chunk(" new", 5), chunk(".", 9, "stop")):
+            yield part
 
     def write(_: str, index: int) -> Any:
         return lambda piece: {"index": index, "text": piece.text}
 
     choices = Choices("cmpl", "text", "text", "fake", {}, partial, write)
-    found = choices._events(cast("Any", stream()), Place("cmpl", "r", 5, 5), GenerateBody(resume_ttl=1.0))
-    sent = [event.decode() async for event in found]
+    stream_events = choices._events(cast("Any", stream()), Place("cmpl", "r", 5, 5), GenerateBody(resume_ttl=1.0))
+    sent = [event.decode() async for event in stream_events]
     assert [json.loads(event.partition("data: ")[2])["choices"][0]["text"] for event in sent[:-1]] == [" new", "."]
 
 
@@ -325,12 +325,12 @@ def test_event_id_beyond_the_end_of_the_stream_is_refused(server: Served) -> Non
 def test_event_id_with_too_many_tokens_loses_only_logprobs(server: Served) -> None:
     body = {"prompt": "Hi", "max_tokens": 9, "ignore_eos": True, "stream": True, "logprobs": 0, "resume_ttl": 20}
     with server.client.stream("POST", "/v1/completions", json=body) as response:
-        found = [(event_id, *chunk["choices"]) for event_id, chunk in events(response)]
-    start, num_characters, _ = found[0][0].rsplit(":", 2)
+        choices_of_events = [(event_id, *chunk["choices"]) for event_id, chunk in events(response)]
+    start, num_characters, _ = choices_of_events[0][0].rsplit(":", 2)
     headers = {"Last-Event-ID": f"{start}:{num_characters}:{10**9}"}
     with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         rest = [choice for _, chunk in events(response) for choice in chunk["choices"]]
-    assert "".join(map(text_of, rest)) == "".join(text_of(choice) for _, choice in found[1:])
+    assert "".join(map(text_of, rest)) == "".join(text_of(choice) for _, choice in choices_of_events[1:])
     assert rest[-1]["finish_reason"] == "length"
     assert [token for choice in rest for token in tokens_of(choice)] == []
     server.wait_until_idle()

@@ -31,14 +31,14 @@ def check_killed_schedulers(engine: Engine, prompt: list[int]) -> None:
     """Check the tokens of a stream whose scheduler is killed, and of a stream on the next scheduler."""
     expected, first = cold(engine, prompt), _scheduler_pid(engine)
     for _ in range(2):
-        found: list[int] = []
+        token_ids: list[int] = []
         for chunk in engine.generate(input_ids=prompt, sampling_params=PARAMS, stream=True):
-            found += chunk["output_ids"]
-            if len(found) > 10 and _scheduler_pid(engine) == first:
+            token_ids += chunk["output_ids"]
+            if len(token_ids) > 10 and _scheduler_pid(engine) == first:
                 os.kill(first, signal.SIGKILL)
-        assert found == expected
+        assert token_ids == expected
     assert _scheduler_pid(engine) != first
 
 
 def _scheduler_pid(engine: Engine) -> int:
-    return next(one["pid"] for one in engine.health()["processes"] if one["role"] == "scheduler")
+    return next(process["pid"] for process in engine.health()["processes"] if process["role"] == "scheduler")

@@ -106,7 +106,10 @@ class Frontend:
         """Send a control call, and return its reply."""
         self.supervisor.send([Control(call_id, name)])
         return await self._wait(
-            lambda: next((one for one in self.heard if isinstance(one, Reply) and one.call_id == call_id), None), 30.0
+            lambda: next(
+                (message for message in self.heard if isinstance(message, Reply) and message.call_id == call_id), None
+            ),
+            30.0,
         )
 
     async def failure(self, timeout_s: float = 30.0) -> EngineError:
@@ -115,7 +118,7 @@ class Frontend:
     async def idle_stats(self) -> Stats:
         """Wait for statistics without running or waiting requests."""
         self.heard.clear()
-        return await self._wait(lambda: next((one for one in self.heard if _is_idle(one)), None), 30.0)
+        return await self._wait(lambda: next((message for message in self.heard if _is_idle(message)), None), 30.0)
 
     def token_ids(self, uid: int) -> list[int]:
         """Return the output ids of a request."""
@@ -137,16 +140,18 @@ class Frontend:
         )
 
     def _finished(self, uid: int) -> End | None:
-        ends = [end for one in self.heard if isinstance(one, TextChunks) for end in one.ended if end.uid == uid]
+        ends = [
+            end for message in self.heard if isinstance(message, TextChunks) for end in message.ended if end.uid == uid
+        ]
         assert len(ends) < 2
         return ends[0] if ends else None
 
     async def _wait(self, look: Callable[[], T | None], timeout_s: float) -> T:
         async with asyncio.timeout(timeout_s):
-            while (found := look()) is None:
+            while (value := look()) is None:
                 self.news.clear()
                 await self.news.wait()
-        return found
+        return value
 
     def _on_messages(self, messages: list[ToFrontend]) -> None:
         self.heard += messages

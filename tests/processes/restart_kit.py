@@ -42,9 +42,9 @@ async def ask(engine: AsyncEngine, name: str, *, stream: bool) -> Rows:
 async def rows_of(engine: Engine | AsyncEngine, prompt: str, params: Mapping[str, object], *, stream: bool) -> Rows:
     """Return text, ids and finish reason of each row. The offsets of chunks must have no gap."""
     if not stream:
-        found = await engine.async_generate(prompt, params)
-        answers = list(found) if isinstance(found, list) else [found]
-        return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
+        answer = await engine.async_generate(prompt, params)
+        answers = list(answer) if isinstance(answer, list) else [answer]
+        return [(answer["text"], answer["output_ids"], answer["meta_info"]["finish_reason"]) for answer in answers]
     rows: dict[int, tuple[str, list[int], object]] = {}
     async for chunk in engine.async_generate(prompt, params, stream=True):
         text, ids, reason = rows.get(chunk.get("index", 0), ("", [], None))
@@ -80,7 +80,7 @@ def frontend_of(engine: AsyncEngine) -> EngineFrontend:
 
 
 def pid_of(engine: AsyncEngine | Engine, role: str) -> int:
-    pid = next(one["pid"] for one in engine.health()["processes"] if one["role"] == role)
+    pid = next(process["pid"] for process in engine.health()["processes"] if process["role"] == role)
     assert pid != os.getpid()
     return pid
 

@@ -69,10 +69,10 @@ def case(tmp_path_factory: pytest.TempPathFactory, engine_ids: list[list[int]]) 
 
 
 def greedy(model: PreTrainedModel, ids: list[int]) -> list[int]:
-    found = list(ids)
+    extended = list(ids)
     for _ in range(12):
-        found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
-    return found[len(ids) :]
+        extended.append(int(model(torch.tensor([extended])).logits[0, -1].argmax()))
+    return extended[len(ids) :]
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,9 @@ def ids_of(engine: Engine, prompts: list[str], lora_path: object) -> list[list[i
 def test_rows_of_several_adapters_equal_merged_weights(engine: Engine, case: Case) -> None:
     names = [name for name in ("some", None, "all", "ranks") for _ in PROMPTS]
     for _ in range(2):
-        found = ids_of(engine, PROMPTS * 4, names)
+        actual = ids_of(engine, PROMPTS * 4, names)
         expected = [ids for name in ("some", "", "all", "ranks") for ids in case.expected[name]]
-        assert found == expected
+        assert actual == expected
     assert len({str(case.expected[name]) for name in case.expected}) == 4
     [state] = engine.get_server_info()["internal_states"]  # type: ignore[misc]
     figures = state["adapters"]
@@ -146,8 +146,8 @@ def test_one_slot_and_few_pages_do_not_change_tokens(case: Case, num_ranks: int,
     paths = [str(path) for path in (*case.folders.values(), folder)]
     limits = {"max_loras_per_batch": 1, "max_loaded_loras": 1, "tp_size": num_ranks}
     with Engine(lora_paths=paths, **limits, **few) as engine:  # type: ignore[arg-type]
-        found = ids_of(engine, PROMPTS * 3, [name for name in KINDS for _ in PROMPTS])
-        assert found == [ids for name in KINDS for ids in case.expected[name]]
+        result = ids_of(engine, PROMPTS * 3, [name for name in KINDS for _ in PROMPTS])
+        assert result == [ids for name in KINDS for ids in case.expected[name]]
         assert ids_of(engine, PROMPTS[:1], str(case.folders["all"])) == case.expected["all"][:1]
         for file in folder.iterdir():
             file.unlink()
@@ -160,12 +160,12 @@ def test_one_slot_and_few_pages_do_not_change_tokens(case: Case, num_ranks: int,
 
 def invalid_folders(folder: Path) -> dict[str, Path]:
     """Return error of an adapter -> its folder."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     base = demo_model()
 
     def made(words: str, **config: object) -> Path:
-        found[words] = save_adapter(base, folder / str(len(found)), **config)
-        return found[words]
+        folders[words] = save_adapter(base, folder / str(len(folders)), **config)
+        return folders[words]
 
     change_tensors(made("finite"), {"q_proj.lora_A.weight": torch.full((4, 256), torch.nan)})
     change_tensors(made("shape"), {"q_proj.lora_B.weight": torch.zeros(7, 4)})
@@ -179,7 +179,7 @@ def invalid_folders(folder: Path) -> dict[str, Path]:
     path = made("a header of 10000000000") / "adapter_model.safetensors"
     path.write_bytes((10_000_000_000).to_bytes(8, "little") + b"{}")
     (made("no adapter_model.safetensors") / "adapter_model.safetensors").unlink()
-    return found
+    return folders
 
 
 def test_invalid_folders_are_refused_and_do_not_affect_other_requests(
@@ -278,9 +278,9 @@ async def test_many_adapter_names_survive_a_lost_scheduler(case: Case) -> None:
         calls += [asyncio.create_task(question) for question in questions[6:]]
         await until(lambda: engine.stats()["num_streams"] >= 7)
         os.kill(scheduler, signal.SIGKILL)
-        found = await asyncio.gather(*calls)
+        result = await asyncio.gather(*calls)
         for place, name in enumerate(names):
-            assert found[place] == case.expected[kinds[name]][place % 3]
+            assert result[place] == case.expected[kinds[name]][place % 3]
         assert engine.stats()["num_restarts"] == 1
         assert len((await engine.list_lora_adapters()).loaded_adapters) == 13
 

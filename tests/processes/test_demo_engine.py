@@ -82,11 +82,11 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def single_answers(engine: Engine) -> list[tuple[str, list[int], object]]:
     """Return the answers of single prompts with their parameters and an empty cache."""
-    found = []
+    answers = []
     for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
         assert engine.flush_cache()
-        found.append(essence(engine.generate(prompt, sampling)))
-    return found
+        answers.append(essence(engine.generate(prompt, sampling)))
+    return answers
 
 
 def test_batch_cache_and_order_change_nothing(

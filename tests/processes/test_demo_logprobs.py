@@ -18,7 +18,7 @@ from tests.processes.test_demo_engine import PROMPTS, WAYS
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 SAMPLINGS = [
-    {**each, "max_new_tokens": 90 if each.get("ignore_eos") else 48} for each in test_demo_engine.SAMPLINGS
+    {**sampling, "max_new_tokens": 90 if sampling.get("ignore_eos") else 48} for sampling in test_demo_engine.SAMPLINGS
 ]  # enough requests for preemptions
 OPTIONS: dict[str, Any] = {
     "return_logprob": True,
@@ -72,9 +72,9 @@ async def test_no_number_depends_on_lost_processes(engine: AsyncEngine, batch: A
         async for chunk in stream:
             if not joined:
                 os.kill(pid_of(engine, role), signal.SIGKILL)
-            found = lists_of(chunk)
-            assert len(found["output_token_logprobs"]) == len(chunk["output_ids"])
-            for name, entries in found.items():
+            result = lists_of(chunk)
+            assert len(result["output_token_logprobs"]) == len(chunk["output_ids"])
+            for name, entries in result.items():
                 joined.setdefault(name, []).extend(entries)
         assert joined == lists_of(batch[place])
         await until_restarted(engine, num_restarts)

@@ -52,13 +52,13 @@ def start_sync():
 
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-found = []
+results = []
 for start in (lambda: asyncio.run(start_async()), start_sync):
     try:
-        found.append(start())
+        results.append(start())
     except (EngineStartupError, ValueError) as error:
-        found.append(str(error))
-print(json.dumps(found))
+        results.append(str(error))
+print(json.dumps(results))
 """
 
 TAKEN = """
@@ -194,9 +194,9 @@ def run(program: str, *argv: object) -> object:
 
 
 def check_start(limit: int) -> None:
-    found = run(STARTS, limit)
-    assert isinstance(found, list)
-    for text in found:
+    actual = run(STARTS, limit)
+    assert isinstance(actual, list)
+    for text in actual:
         wanted = f"free: this program may open {limit} at a time; raise that limit (ulimit -n, or"
         assert text == "Paris." or (text.startswith("an engine needs") and wanted in text), text
 
@@ -218,24 +218,24 @@ def test_start_succeeds_with_few_descriptors() -> None:
 
 
 def test_start_survives_if_another_thread_takes_the_descriptors() -> None:
-    found = run(TAKEN + STARTS, 200)
-    assert isinstance(found, list)
-    for text in found:
+    result = run(TAKEN + STARTS, 200)
+    assert isinstance(result, list)
+    for text in result:
         assert text == "Paris." or "Too many open files" in text or text.startswith("an engine needs"), text
 
 
 def test_start_names_the_limit_if_another_thread_takes_the_descriptors_of_the_loop() -> None:
-    found = run(TAKEN_FROM_THE_LOOP + STARTS, 200)
-    assert isinstance(found, list)
-    assert found[0] == "Paris."
-    assert found[1].startswith("an engine needs 8 free file descriptors, and only 2 are free")
+    result = run(TAKEN_FROM_THE_LOOP + STARTS, 200)
+    assert isinstance(result, list)
+    assert result[0] == "Paris."
+    assert result[1].startswith("an engine needs 8 free file descriptors, and only 2 are free")
 
 
 @pytest.mark.parametrize("function", ["require_descriptors", "show_logs"])
 def test_start_names_the_limit_if_other_threads_take_all_descriptors(function: str) -> None:
-    found = run(TAKEN_AT_THE_START + STARTS, 200, function)
-    assert isinstance(found, list)
-    assert all("free: this program may open 200 at a time" in text for text in found), found
+    result = run(TAKEN_AT_THE_START + STARTS, 200, function)
+    assert isinstance(result, list)
+    assert all("free: this program may open 200 at a time" in text for text in result), result
 
 
 def test_new_engine_without_descriptors_names_the_limit() -> None:
@@ -254,6 +254,6 @@ def test_connection_waits_until_a_descriptor_is_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 def test_every_call_ends_while_processes_die_and_descriptors_run_out(seed: int) -> None:
-    found = run(STORM, seed)
-    assert isinstance(found, dict)
-    assert set(found) <= {"answered", "dead"}
+    result = run(STORM, seed)
+    assert isinstance(result, dict)
+    assert set(result) <= {"answered", "dead"}

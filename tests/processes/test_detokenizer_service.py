@@ -55,7 +55,7 @@ class Steps:
             assert message.code == FinishCode.STOP
             self.aborted += message.uids
         chunks = [message for message in outbox.to_frontend if isinstance(message, TextChunks)]
-        chunks = [one for one in chunks if one.texts or one.tokens.extras or one.ended]
+        chunks = [chunk for chunk in chunks if chunk.texts or chunk.tokens.extras or chunk.ended]
         self.sent += chunks
         return chunks[-1] if chunks else None
 
@@ -64,15 +64,22 @@ class Steps:
 
     def text(self, uid: int) -> str:
         return "".join(
-            text for one in self.sent for owner, text in zip(one.tokens.uids, one.texts, strict=True) if owner == uid
+            text
+            for message in self.sent
+            for owner, text in zip(message.tokens.uids, message.texts, strict=True)
+            if owner == uid
         )
 
     def ids(self, uid: int) -> list[int]:
-        pairs = [pair for one in self.sent for pair in zip(one.tokens.uid_of_each(), one.tokens.token_ids, strict=True)]
+        pairs = [
+            pair
+            for message in self.sent
+            for pair in zip(message.tokens.uid_of_each(), message.tokens.token_ids, strict=True)
+        ]
         return [token_id for owner, token_id in pairs if owner == uid]
 
     def end(self, uid: int) -> End:
-        (end,) = [end for one in self.sent for end in one.ended if end.uid == uid]
+        (end,) = [end for message in self.sent for end in message.ended if end.uid == uid]
         return end
 
 
@@ -121,7 +128,7 @@ def test_chunks_follow_the_stream_interval_after_the_first() -> None:
         steps = Steps()
         steps.open(1, rule)
         play(steps, 1, list(range(50, 60)))
-        sizes[name] = [len(one.tokens.token_ids) for one in steps.sent]
+        sizes[name] = [len(message.tokens.token_ids) for message in steps.sent]
     assert sizes == {"each": [1] * 10, "third": [1, 3, 3, 3], "whole": [10]}
 
 
@@ -129,7 +136,7 @@ def test_long_answer_without_stream_is_sent_in_parts() -> None:
     steps = Steps()
     steps.open(1, TextRules(stream=False))
     play(steps, 1, [id_of("a")] * 150)
-    assert [len(one.tokens.token_ids) for one in steps.sent] == [64, 64, 22]
+    assert [len(message.tokens.token_ids) for message in steps.sent] == [64, 64, 22]
     assert steps.text(1) == "a" * 150
 
 

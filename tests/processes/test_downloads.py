@@ -62,10 +62,10 @@ class Handler(socketserver.BaseRequestHandler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server() as made:
-        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        yield made
-        made.shutdown()
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def answer(body: bytes = BODY, status: str = "200 OK", **headers: str) -> Callable[[socket.socket], None]:

@@ -54,9 +54,9 @@ def test_vectors_equal_transformers(embedder: Engine, reference: Reference) -> N
         np.testing.assert_allclose(out["embedding"], unit(reference.vector(text)), atol=1e-5)
         assert out["meta_info"]["finish_reason"] == "stop"
         assert out["meta_info"]["prompt_tokens"] == len(reference.tokenizer(text)["input_ids"])
-    one = embedder.encode(TEXTS[0])
-    assert np.array_equal(one["embedding"], outs[0]["embedding"])
-    one["embedding"][0] = 1.0  # the caller owns the vector
+    alone = embedder.encode(TEXTS[0])
+    assert np.array_equal(alone["embedding"], outs[0]["embedding"])
+    alone["embedding"][0] = 1.0  # the caller owns the vector
 
 
 def test_prompts_may_be_ids(embedder: Engine, reference: Reference) -> None:
@@ -106,7 +106,8 @@ def test_a_long_batch_keeps_its_order(embedder: Engine) -> None:
     few = embedder.encode(texts[700:710])
     assert len(outs) == len(texts)
     assert all(
-        np.array_equal(one, other) for one, other in zip(outs["embedding"][700:710], few["embedding"], strict=True)
+        np.array_equal(actual, other)
+        for actual, other in zip(outs["embedding"][700:710], few["embedding"], strict=True)
     )
 
 
@@ -152,7 +153,7 @@ def test_a_killed_scheduler_loses_no_text(embedder: Engine) -> None:
     expected = embedder.encode(texts)["embedding"]
 
     async def main() -> list[np.ndarray]:
-        scheduler = next(each for each in embedder.health()["processes"] if each["role"] == "scheduler")
+        scheduler = next(process for process in embedder.health()["processes"] if process["role"] == "scheduler")
         first = asyncio.ensure_future(embedder.async_encode(texts))
         await until(lambda: embedder.stats()["num_streams"])
         os.kill(scheduler["pid"], signal.SIGSTOP)  # so that the second call is unfinished when the scheduler dies
@@ -163,7 +164,7 @@ def test_a_killed_scheduler_loses_no_text(embedder: Engine) -> None:
 
     outputs = asyncio.run(main())
     assert embedder.stats()["num_restarts"] == 1
-    assert all(np.array_equal(one, other) for one, other in zip(outputs, [*expected, *expected], strict=True))
+    assert all(np.array_equal(actual, other) for actual, other in zip(outputs, [*expected, *expected], strict=True))
 
 
 DOCUMENTS = ["the cat sat on the mat", "moon", "a very cold road . " * 3, "where is the sun ?"]
@@ -186,8 +187,8 @@ def test_scores_equal_a_cross_encoder(reranker: Engine, folders: dict[str, Path]
 
 def test_score_of_a_classifier_is_its_logit(reranker: Engine, folders: dict[str, Path]) -> None:
     reference = Reference(folders["reranker"])
-    found = reranker.score("the cat ", ["sat", "ran"])
-    for row, text in zip(found, ["the cat sat", "the cat ran"], strict=True):
+    actual = reranker.score("the cat ", ["sat", "ran"])
+    for row, text in zip(actual, ["the cat sat", "the cat ran"], strict=True):
         logits = reference.model(**reference.tokenizer(text, return_tensors="pt")).logits
         assert row == pytest.approx(logits[0].tolist(), abs=1e-5)
 
@@ -199,9 +200,9 @@ def test_of_a_long_pair_the_longer_text_is_cut_first(
     reference = Reference(folders["reranker"])
     with pytest.raises(RequestTooLargeError, match="the pair of texts has"):
         reranker.rerank(query, [document])
-    [found] = reranker.rerank(query, [document], truncate=True)
-    assert found["score"] == pytest.approx(reference.score(query, document), abs=1e-5)
-    assert found["meta_info"]["prompt_tokens"] == 64
+    [actual] = reranker.rerank(query, [document], truncate=True)
+    assert actual["score"] == pytest.approx(reference.score(query, document), abs=1e-5)
+    assert actual["meta_info"]["prompt_tokens"] == 64
 
 
 def test_failed_pair_is_ranked_last(reranker: Engine) -> None:

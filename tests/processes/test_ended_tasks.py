@@ -183,7 +183,7 @@ def engine_tasks() -> list[asyncio.Task[object]]:
 async def test_engine_whose_tasks_are_all_cancelled_is_dead_at_once() -> None:
     engine = fake_async_engine(ANSWERS, processes=True)
     await engine.start()
-    pids = [one["pid"] for one in engine.health()["processes"]]
+    pids = [process["pid"] for process in engine.health()["processes"]]
     calls = [engine.async_generate("a story", LONG) for _ in range(3)]
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()

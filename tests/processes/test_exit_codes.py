@@ -115,8 +115,8 @@ def run(setup: str, has_pidfd: bool, *scenes: str) -> dict[str, dict[str, object
     command = [sys.executable, "-W", "error", "-c", PROGRAM, setup, str(has_pidfd), *scenes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done
-    found: dict[str, dict[str, object]] = json.loads(done.stdout)
-    return found
+    results: dict[str, dict[str, object]] = json.loads(done.stdout)
+    return results
 
 
 def check(setup: str, text: str) -> None:
@@ -136,15 +136,15 @@ def check(setup: str, text: str) -> None:
 )
 class TestAnUnknownExitCode:
     def test_of_a_killed_process_is_not_taken_for_0(self, setup: str, has_pidfd: bool) -> None:
-        found = run(setup, has_pidfd, *SCENES)["killed"]
-        assert found["type"] == "EngineDeadError"
-        check(setup, str(found["text"]))
-        assert found["exit_code"] in {"ignored": [None], "reaped by the program": [None, -9]}[setup]
+        result = run(setup, has_pidfd, *SCENES)["killed"]
+        assert result["type"] == "EngineDeadError"
+        check(setup, str(result["text"]))
+        assert result["exit_code"] in {"ignored": [None], "reaped by the program": [None, -9]}[setup]
 
     def test_of_a_process_that_dies_at_the_start(self, setup: str, has_pidfd: bool) -> None:
-        found = run(setup, has_pidfd, *SCENES)["dies_at_the_start"]
-        assert found["type"] == "EngineStartupError"
-        check(setup, str(found["text"]))
+        result = run(setup, has_pidfd, *SCENES)["dies_at_the_start"]
+        assert result["type"] == "EngineStartupError"
+        check(setup, str(result["text"]))
 
     def test_does_not_prevent_replacement_and_a_complete_end(self, setup: str, has_pidfd: bool) -> None:
         assert run(setup, has_pidfd, *SCENES)["replaced"] == {"alive": 2, "restarts": 2, "left": []}
@@ -155,9 +155,9 @@ class TestAnUnknownExitCode:
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_known_exit_code_is_reported(has_pidfd: bool) -> None:
-    found = run("default", has_pidfd, "killed")["killed"]
-    assert (found["type"], found["exit_code"]) == ("EngineDeadError", -9)
-    assert "was killed by signal 9" in str(found["text"])
+    result = run("default", has_pidfd, "killed")["killed"]
+    assert (result["type"], result["exit_code"]) == ("EngineDeadError", -9)
+    assert "was killed by signal 9" in str(result["text"])
 
 
 @pytest.mark.parametrize(("factory", "message"), [(ask, "EOFError: EOF when"), (give_up, "SystemExit: this model nee")])

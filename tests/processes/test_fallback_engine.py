@@ -26,22 +26,22 @@ def test_model_type_without_a_family_runs_with_adapters(tmp_path: Path) -> None:
     adapted = merged(AutoModelForCausalLM.from_pretrained(tmp_path), path)
     with torch.inference_mode():
         ids = torch.tensor([prompt])
-        found, changed = (
-            one.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()  # type: ignore[operator]
-            for one in (AutoModelForCausalLM.from_pretrained(tmp_path), adapted)
+        result, changed = (
+            model.generate(ids, max_new_tokens=10, do_sample=False)[0, len(prompt) :].tolist()  # type: ignore[operator]
+            for model in (AutoModelForCausalLM.from_pretrained(tmp_path), adapted)
         )
-    assert found != changed
+    assert result != changed
     greedy = {"max_new_tokens": 10, "temperature": 0}
     options: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "max_restarts": 0}
     with Engine(tmp_path, lora_paths={"one": str(path)}, **options) as engine:
         assert engine.get_model_info()["implementation"] == "transformers"
         out = engine.generate(input_ids=prompt, sampling_params=greedy, return_logprob=True)
-        assert out["output_ids"] == found
+        assert out["output_ids"] == result
         chunks = list(engine.generate(input_ids=prompt, sampling_params=greedy, stream=True))
-        assert [token for chunk in chunks for token in chunk["output_ids"]] == found
+        assert [token for chunk in chunks for token in chunk["output_ids"]] == result
         assert chunks[-1]["meta_info"]["cached_tokens"] == 16
         outs = engine.generate(input_ids=[prompt, prompt], sampling_params=greedy, lora_path=[None, "one"])
-        assert [out["output_ids"] for out in outs] == [found, changed]
+        assert [out["output_ids"] for out in outs] == [result, changed]
     plan = aioengine.plan(tmp_path, skip_tokenizer_init=True, device_memory="80GiB")
     assert (plan.implementation, plan.reason) == (
         "transformers",

@@ -111,7 +111,7 @@ async def test_requests_of_a_killed_replica_are_answered_exactly(kill_at: int) -
     expected = await undisturbed(has_answers=False)
     setup = FakeSetup()
     async with fleet_engine(FakeSetup(faults=Faults(kill_at=kill_at)), setup) as engine:
-        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        assert [process["role"] for process in engine.health()["processes"]] == ROLES * 2
         assert await ask_all(engine, stream=kill_at == 8) == expected
         await until(lambda: len(engine.health()["processes"]) == 2)
         assert await ask_all(engine, stream=True) == expected
@@ -127,7 +127,7 @@ async def test_request_that_kills_its_process_leaves_other_replicas() -> None:
         await until(lambda: engine.stats()["output_tokens"] > 0)
         with pytest.raises(RequestError, match="was killed by signal 9 each time it computed this request"):
             await engine.async_generate("~")
-        assert [(await one)["text"] for one in others] == ["x" * 40] * 12
+        assert [(await answer)["text"] for answer in others] == ["x" * 40] * 12
         assert len(engine.health()["processes"]) == 4
         await until_idle(engine)
 
@@ -142,7 +142,7 @@ async def test_replica_with_restarts_left_is_restarted() -> None:
         os.kill(engine.health()["processes"][0]["pid"], signal.SIGKILL)
         assert await asking == expected
         await until_restarted(engine, 1)
-        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        assert [process["role"] for process in engine.health()["processes"]] == ROLES * 2
         await until_idle(engine)
         assert engine.stats()["num_pages"] == 2 * setup.num_pages
 
@@ -230,7 +230,7 @@ async def test_engine_started_with_two_replicas_answers_like_one() -> None:
         alone = await engine.async_generate(prompts, params, routed_dp_rank=0)
         expected = [answer["text"] for answer in alone]
         assert await engine.flush_cache()
-        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        assert [process["role"] for process in engine.health()["processes"]] == ROLES * 2
         assert frontend_of(engine).parts.settings.scheduler.max_running == 6
         answers = await engine.async_generate(prompts, params)
         assert [answer["text"] for answer in answers] == expected

@@ -20,13 +20,13 @@ def test_overlapping_kernels_count_once() -> None:
 async def test_the_split_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_profile, "WATCHED_S", 0.2)
     async with AsyncEngine(context_length=512) as engine:
-        found = await step_profile.split(engine, num_rows=3, num_tokens=380)
-    assert found.keys() == {
+        times = await step_profile.split(engine, num_rows=3, num_tokens=380)
+    assert times.keys() == {
         "step", "schedule", "prepare", "launch", "sample", "device", "collect", "apply", "detokenize", "frontend"
     }  # fmt: skip
-    assert all(found[name] > 0 for name in ("step", "schedule", "prepare", "launch", "sample", "apply"))
-    assert found["device"] == 0
-    lines = step_profile.table({3: found}).splitlines()
+    assert all(times[name] > 0 for name in ("step", "schedule", "prepare", "launch", "sample", "apply"))
+    assert times["device"] == 0
+    lines = step_profile.table({3: times}).splitlines()
     assert (len(lines), lines[1].startswith("3 rows")) == (2, True)
 
 
@@ -46,18 +46,18 @@ PEAKS = 1e12, 1e15
 
 def config_of(name: str, **fields: object) -> DecoderConfig:
     config = {**models.MODELS[name], **fields}
-    found = plugins.load("families", str(config["model_type"])).read(config)
-    assert isinstance(found, DecoderConfig)
-    return found
+    config_of_family = plugins.load("families", str(config["model_type"])).read(config)
+    assert isinstance(config_of_family, DecoderConfig)
+    return config_of_family
 
 
 def test_a_decode_step_reads_the_weights_and_the_positions_once() -> None:
     config = config_of("b")
     weights, kv = 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128
-    found = limits.limits(config, limits.Step(4, 1, 100, 0.0), PEAKS)
-    assert found.reading == pytest.approx(2 * (weights + 4 * 101 * kv) / 1e12)
-    assert found.computing == pytest.approx(2 * 4 * (weights + 101 * 2 * 32 * 32 * 128) / 1e15, rel=1e-3)
-    assert found.seconds == found.reading
+    result = limits.limits(config, limits.Step(4, 1, 100, 0.0), PEAKS)
+    assert result.reading == pytest.approx(2 * (weights + 4 * 101 * kv) / 1e12)
+    assert result.computing == pytest.approx(2 * 4 * (weights + 101 * 2 * 32 * 32 * 128) / 1e15, rel=1e-3)
+    assert result.seconds == result.reading
 
 
 def test_only_selected_experts_count_as_read() -> None:
@@ -74,7 +74,7 @@ def test_tokens_attend_to_a_window(num_new: int, num_before: int) -> None:
     window = 10
     shorter = limits.limits(config_of("b"), limits.Step(1, num_new, num_before, 0.0), PEAKS)
     config = config_of("b", model_type="mistral", sliding_window=window, rope_scaling=None)
-    found = limits.limits(config, limits.Step(1, num_new, num_before, 0.0), PEAKS)
+    result = limits.limits(config, limits.Step(1, num_new, num_before, 0.0), PEAKS)
     hidden = sum(max(position + 1 - window, 0) for position in range(num_before, num_before + num_new))
-    assert shorter.computing - found.computing == pytest.approx(2 * 32 * hidden * 2 * 32 * 128 / 1e15, abs=1e-15)
-    assert shorter.reading - found.reading == pytest.approx(2 * max(num_before - window, 0) * 2 * 32 * 8 * 128 / 1e12)
+    assert shorter.computing - result.computing == pytest.approx(2 * 32 * hidden * 2 * 32 * 128 / 1e15, abs=1e-15)
+    assert shorter.reading - result.reading == pytest.approx(2 * max(num_before - window, 0) * 2 * 32 * 8 * 128 / 1e12)

@@ -327,5 +327,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other allocators have other ways")
 def test_freed_memory_is_reused_without_system_calls() -> None:
-    found = subprocess.run([sys.executable, "-c", FREEING], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert int(found.stdout) < 1000  # one block has 2048 pages
+    done = subprocess.run([sys.executable, "-c", FREEING], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 1000  # one block has 2048 pages

@@ -65,10 +65,10 @@ def test_turns_samples_and_salts_find_snapshots(engine: Engine) -> None:
     last = [*longer, *expected, 1]
     assert ask(engine, last) == (cold(engine, last), 4 * SPAN)
     drawn = {"temperature": 1.0, "seed": 3, "max_new_tokens": 20, "n": 4, "ignore_eos": True}
-    found = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
-    assert sorted(out["meta_info"]["cached_tokens"] for out in found) == [0, *[2 * SPAN] * 3]
+    actual = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
+    assert sorted(out["meta_info"]["cached_tokens"] for out in actual) == [0, *[2 * SPAN] * 3]
     again = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
-    assert [out["output_ids"] for out in found] == [out["output_ids"] for out in again]
+    assert [out["output_ids"] for out in actual] == [out["output_ids"] for out in again]
 
 
 def test_sessions_continue_from_their_snapshots(engine: Engine) -> None:

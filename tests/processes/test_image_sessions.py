@@ -24,8 +24,8 @@ ONE, TWO, THREE = (png(picture(seed)) for seed in (1, 2, 3))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncEngine]:
     folder = write_image_folder(tmp_path_factory.mktemp("llava"), LLAVA)
-    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as made:
-        yield made
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
+        yield engine
 
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -62,8 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as made:
-        yield made
+    async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
+        yield engine
 
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -530,15 +530,15 @@ async def test_prompts_of_gemma_get_line_breaks_around_their_images(
 ) -> None:
     folder = write_image_folder(tmp_path, FAMILIES["gemma3"])
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
-        found = record_submits(engine, monkeypatch)
+        submits = record_submits(engine, monkeypatch)
         for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):
             out = await engine.async_generate(prompt, SHORT, image_data=png(picture(900)))
             assert out["meta_info"]["image_tokens"] == 4
     names = "<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"
     byte_ids = Tokenizer(folder).encode("a\n\n\n"), Tokenizer(folder).encode("\n\nb")
-    for each in found:
-        assert each.prompt_token_ids == [*byte_ids[0], *map(token_id, names), *byte_ids[1]]
-        assert (each.media[0].start, each.media[0].num_tokens) == (5, 4)
+    for submit in submits:
+        assert submit.prompt_token_ids == [*byte_ids[0], *map(token_id, names), *byte_ids[1]]
+        assert (submit.media[0].start, submit.media[0].num_tokens) == (5, 4)
 
 
 async def test_missing_pillow_is_named(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,10 +589,10 @@ async def test_a_shutdown_ends_requests_that_wait_for_images(folder: Path) -> No
 @pytest.mark.parametrize("how", ["dies", "is no processor"])
 async def test_failed_start_of_the_media_process_is_explained(folder: Path, how: str) -> None:
     def broken() -> Blueprint:
-        made = blueprint(folder)
-        assert made.images is not None
+        changed = blueprint(folder)
+        assert changed.images is not None
         processor = "os:abort" if how == "dies" else "os:NoSuchThing"
-        return msgspec.structs.replace(made, images=made.images._replace(processor=processor))
+        return msgspec.structs.replace(changed, images=changed.images._replace(processor=processor))
 
     async with AsyncEngine.from_blueprint(broken) as engine:
         with pytest.raises(RequestError, match="image 0 .*the media process (has ended|exited|was killed)"):

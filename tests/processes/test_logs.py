@@ -95,9 +95,9 @@ def test_logging_of_the_program_gets_every_record_once() -> None:
 @pytest.mark.slow
 def test_logging_that_is_configured_later_gets_every_record_once() -> None:
     lines = stderr_of(LOSS.replace("BEFORE", "").replace("AFTER", OWN_FORMAT))
-    found = [line for line in lines if "killed by signal 9" in line or "are replaced" in line]
-    assert len(found) == 2
-    assert [line for line in lines if line.startswith("own ")] == found
+    messages = [line for line in lines if "killed by signal 9" in line or "are replaced" in line]
+    assert len(messages) == 2
+    assert [line for line in lines if line.startswith("own ")] == messages
 
 
 def test_a_level_that_the_program_has_set_is_kept() -> None:

@@ -111,8 +111,8 @@ asyncio.run(main())
 
 
 def gone(pids: list[int]) -> bool:
-    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(found, timeout=30)
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=30)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

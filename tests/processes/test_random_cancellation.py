@@ -114,10 +114,10 @@ async def test_cancellations_at_random_moments_leave_nothing(count: int, sizes: 
     draw = random.Random(1)
     async with fake_async_engine(processes=True, step_time_s=0.001, num_pages=256, max_running=16, **sizes) as engine:
         before = await read(engine, 58, stream=True)
-        each = count // AT_ONCE
+        per_task = count // AT_ONCE
         async with asyncio.TaskGroup() as group:
-            for start in range(0, count, each):
-                group.create_task(interrupt(engine, draw, range(start, start + each)))
+            for start in range(0, count, per_task):
+                group.create_task(interrupt(engine, draw, range(start, start + per_task)))
             undisturbed = [group.create_task(read(engine, 58, stream=bool(turn % 2))) for turn in range(4)]
         await drained(engine)
         texts = [task.result() for task in undisturbed]

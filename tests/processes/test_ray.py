@@ -79,7 +79,7 @@ async def test_killed_process_is_replaced_on_its_node(cluster: Any, role: str) -
     async with ray_engine(1) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 50)
-        pids = {one["role"]: one["pid"] for one in engine.health()["processes"]}
+        pids = {process["role"]: process["pid"] for process in engine.health()["processes"]}
         os.kill(pids[role], signal.SIGKILL)
         assert await asking == await undisturbed(has_answers=True)
         await until_restarted(engine, 1)
@@ -89,7 +89,7 @@ async def test_killed_process_is_replaced_on_its_node(cluster: Any, role: str) -
 
 async def test_streams_of_a_killed_node_continue_in_the_other_replica(cluster: Any, second_node: Any) -> None:
     async with ray_engine(2) as engine:
-        assert [one["role"] for one in engine.health()["processes"]] == ROLES * 2
+        assert [process["role"] for process in engine.health()["processes"]] == ROLES * 2
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await until(lambda: engine.stats()["output_tokens"] > 50)
         await asyncio.to_thread(cluster.remove_node, second_node, allow_graceful=False)

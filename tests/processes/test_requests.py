@@ -104,8 +104,8 @@ def states_of(piece: Any) -> list[np.ndarray]:
     return piece["meta_info"]["hidden_states"]
 
 
-def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
-    return len(found) == len(expected) and all(map(np.array_equal, found, expected))
+def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return len(actual) == len(expected) and all(map(np.array_equal, actual, expected))
 
 
 def test_hidden_states_of_whole_answers_streams_batches_and_samples_are_the_same(llm: Engine) -> None:
@@ -136,13 +136,15 @@ def test_last_hidden_state_comes_with_the_last_chunk(llm: Engine) -> None:
     whole = llm.generate(PROMPT, SIX, return_hidden_states=True)
     stop = llm.tokenizer.decode(whole["output_ids"][2:4])
     for params in (SIX, {**SIX, "stop": stop}, {**SIX, "stop_regex": stop[-1]}):
-        found = [states_of(chunk) for chunk in llm.generate(PROMPT, params, return_hidden_states="last", stream=True)]
+        last_states = [
+            states_of(chunk) for chunk in llm.generate(PROMPT, params, return_hidden_states="last", stream=True)
+        ]
         answer = llm.generate(PROMPT, params, return_hidden_states="last")
         num_tokens = answer["meta_info"]["completion_tokens"]
-        assert all(states == [] for states in found[:-1])
+        assert all(states == [] for states in last_states[:-1])
         last = states_of(whole)[num_tokens - 1]
-        assert same(found[-1], [last[-1] if num_tokens == 1 else last])
-        assert same(states_of(answer), found[-1])
+        assert same(last_states[-1], [last[-1] if num_tokens == 1 else last])
+        assert same(states_of(answer), last_states[-1])
         states = states_of(llm.generate(PROMPT, params, return_hidden_states=True))
         assert same(states, states_of(whole)[:num_tokens])
 
@@ -183,17 +185,17 @@ def test_embeddings_give_the_answers_of_their_ids(llm: Engine, embeds: list[np.n
     expected = llm.generate(TEXTS, SIX)
     forms: list[Any] = [
         embeds,
-        [each.astype(np.float64) for each in embeds],
-        [torch.from_numpy(each) for each in embeds],
+        [array.astype(np.float64) for array in embeds],
+        [torch.from_numpy(array) for array in embeds],
     ]
-    for form in [*forms, [each.tolist() for each in embeds]]:
+    for form in [*forms, [array.tolist() for array in embeds]]:
         batch = llm.generate(input_embeds=form, sampling_params=SIX)
         assert batch["output_ids"] == expected["output_ids"]
         assert batch["meta_info"]["prompt_tokens"] == expected["meta_info"]["prompt_tokens"]
     three = llm.generate(input_embeds=np.stack([embeds[1], embeds[1]]), sampling_params=SIX)
     assert [row["output_ids"] for row in three] == [expected[1]["output_ids"]] * 2  # type: ignore[index]
-    for one in (embeds[0], torch.from_numpy(embeds[0]), embeds[0].tolist(), list(embeds[0])):
-        answer = llm.generate(input_embeds=one, sampling_params=SIX)
+    for prompt_form in (embeds[0], torch.from_numpy(embeds[0]), embeds[0].tolist(), list(embeds[0])):
+        answer = llm.generate(input_embeds=prompt_form, sampling_params=SIX)
         assert answer["output_ids"] == expected[0]["output_ids"]
         assert answer["meta_info"]["cached_tokens"] == 0
 
@@ -202,12 +204,12 @@ def test_embeddings_in_streams_and_samples_with_the_options_of_a_call(llm: Engin
     expected = llm.generate(TEXTS[0], SIX, return_logprob=True, top_logprobs_num=2)
     chunks = llm.generate(input_embeds=embeds[0], sampling_params=SIX, stream=True)
     assert [token for chunk in chunks for token in chunk["output_ids"]] == expected["output_ids"]
-    found = llm.generate(input_embeds=embeds[0], sampling_params=SIX, return_logprob=True, top_logprobs_num=2)
+    actual = llm.generate(input_embeds=embeds[0], sampling_params=SIX, return_logprob=True, top_logprobs_num=2)
     for key in ("output_token_logprobs", "output_top_logprobs"):
-        assert found["meta_info"][key] == expected["meta_info"][key]  # type: ignore[literal-required]
+        assert actual["meta_info"][key] == expected["meta_info"][key]  # type: ignore[literal-required]
     params = {**SIX, "n": 3, "temperature": 1, "seed": 5}
     samples, by_ids = llm.generate(input_embeds=embeds[0], sampling_params=params), llm.generate(TEXTS[0], params)
-    assert [each["output_ids"] for each in samples] == [each["output_ids"] for each in by_ids]  # type: ignore[index]
+    assert [sample["output_ids"] for sample in samples] == [by_id["output_ids"] for by_id in by_ids]  # type: ignore[index]
     end = llm.generate(input_ids=llm.tokenizer.encode(TEXTS[0])[-5:], sampling_params=SIX)
     cut = llm.generate(input_embeds=embeds[0], sampling_params=SIX, truncate_prompt_tokens=5)
     assert cut["output_ids"] == end["output_ids"]
@@ -264,7 +266,7 @@ def test_beam_search_equals_transformers(
     llm: Engine, theirs: torch.nn.Module, width: int, length: int, penalty: float
 ) -> None:
     ids = llm.tokenizer.encode(CAPITAL)
-    found = llm.beam_search(CAPITAL, width, length, penalty)
+    actual = llm.beam_search(CAPITAL, width, length, penalty)
     with torch.inference_mode():
         expected = theirs.generate(
             torch.tensor([ids]),
@@ -280,7 +282,7 @@ def test_beam_search_equals_transformers(
             output_scores=True,
         )
     sequences = [row[len(ids) :].tolist() for row in expected.sequences]
-    for answer, sequence, score in zip(found, sequences, expected.sequences_scores.tolist(), strict=True):
+    for answer, sequence, score in zip(actual, sequences, expected.sequences_scores.tolist(), strict=True):
         num_tokens = len(answer["output_ids"])
         assert sequence[:num_tokens] == answer["output_ids"]
         assert set(sequence[num_tokens:]) <= {0}
@@ -288,7 +290,7 @@ def test_beam_search_equals_transformers(
         assert answer["meta_info"]["completion_tokens"] == num_tokens
         is_stopped = answer["output_ids"][-1] in llm.tokenizer.eos_token_ids
         assert answer["meta_info"]["finish_reason"] == ("stop" if is_stopped else "length")
-    assert found["text"] == [llm.tokenizer.decode(ids + answer["output_ids"])[len(CAPITAL) :] for answer in found]
+    assert actual["text"] == [llm.tokenizer.decode(ids + answer["output_ids"])[len(CAPITAL) :] for answer in actual]
 
 
 def test_beam_search_uses_distribution_parameters_if_logprobs_are_processed(llm: Engine) -> None:
@@ -304,9 +306,9 @@ def test_beam_search_uses_distribution_parameters_if_logprobs_are_processed(llm:
 
 async def test_beam_search_of_both_engines_on_any_loop(llm: Engine) -> None:
     expected = llm.beam_search(CAPITAL, 3, 5)
-    found = await llm.async_beam_search(CAPITAL, beam_width=3, max_new_tokens=5)
-    assert found["output_ids"] == expected["output_ids"]
-    assert found["meta_info"]["sequence_score"] == sorted(expected["meta_info"]["sequence_score"], reverse=True)
+    actual = await llm.async_beam_search(CAPITAL, beam_width=3, max_new_tokens=5)
+    assert actual["output_ids"] == expected["output_ids"]
+    assert actual["meta_info"]["sequence_score"] == sorted(expected["meta_info"]["sequence_score"], reverse=True)
     with fake_engine() as fake:
         expected = fake.beam_search(CAPITAL, 3, 5)
     async with fake_async_engine() as engine:

@@ -142,11 +142,11 @@ async def test_streams_continue_after_both_processes_are_lost(role: str) -> None
     async with fake_async_engine(ANSWERS, step_time_s=0.005, stall_timeout_s=2.0) as engine:
         asking = asyncio.create_task(ask_all(engine, stream=True))
         await asyncio.sleep(0.1)
-        for one in ROLES:
+        for role_of_process in ROLES:
             if role == "both":
-                os.kill(pid_of(engine, one), signal.SIGKILL)
-            elif role == one:
-                os.kill(pid_of(engine, one), signal.SIGSTOP)
+                os.kill(pid_of(engine, role_of_process), signal.SIGKILL)
+            elif role == role_of_process:
+                os.kill(pid_of(engine, role_of_process), signal.SIGSTOP)
         assert await asking == expected
         await until_restarted(engine, 1)
 
@@ -451,7 +451,7 @@ async def test_request_that_kills_its_process_ends_alone(max_restarts: int) -> N
             await anext(killer)
         assert caught.value.stage == "crash"
         assert await asking == await undisturbed(has_answers=True)
-        assert [(await one)["text"] for one in (*others, *later)] == ["x" * 20] * 40
+        assert [(await answer)["text"] for answer in (*others, *later)] == ["x" * 20] * 40
         assert engine.stats()["num_restarts"] >= 3
         assert engine.health()["state"] == "running"
         await until_idle(engine)

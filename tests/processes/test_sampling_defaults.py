@@ -29,8 +29,8 @@ def test_generate_and_chat_take_the_defaults_of_the_model(tmp_path: Path) -> Non
         llm = Engine(demo_with(tmp_path, temperature=0, top_k=5, top_p=7), device="cpu")
     assert len(caught) == 1
     with llm:
-        found = llm.get_model_info()["sampling_defaults"]
-        assert found == {"temperature": 0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0}
+        defaults = llm.get_model_info()["sampling_defaults"]
+        assert defaults == {"temperature": 0, "top_p": 1.0, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0}
         greedy = {"temperature": 0, "max_new_tokens": 16}
         for params in ({"max_new_tokens": 16}, SamplingParams(max_new_tokens=16)):
             assert llm.generate(PROMPT, params)["text"] == llm.generate(PROMPT, greedy)["text"]

@@ -89,10 +89,10 @@ def test_requests_run_until_their_ends() -> None:
 def test_request_that_cannot_be_queued_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Requests.submit
 
-    def refuse_second(self: Requests, one: Submit, now: float) -> None:
-        if one.uid == 2:
+    def refuse_second(self: Requests, submit: Submit, now: float) -> None:
+        if submit.uid == 2:
             raise KeyError("broken")
-        plain(self, one, now)
+        plain(self, submit, now)
 
     monkeypatch.setattr(Requests, "submit", refuse_second)
     loop = Loop()
@@ -127,10 +127,10 @@ def test_last_tokens_are_sent_before_the_final_statistics() -> None:
     loop.give(1.0, submit(1))
     while not loop.ends():
         loop.give(1.0)
-    assert [one.num_running for one in loop.of(Stats)] == [1]
+    assert [stats.num_running for stats in loop.of(Stats)] == [1]
     assert loop.service.wait_s(1.0) == 0
     loop.give(1.0)
-    assert [one.num_running for one in loop.of(Stats)] == [1, 0]
+    assert [stats.num_running for stats in loop.of(Stats)] == [1, 0]
     assert loop.service.wait_s(1.0) > 0
 
 

@@ -36,11 +36,11 @@ def logits_of(llm: Engine, texts: list[str]) -> list[torch.Tensor]:
 
 
 def test_scores_equal_a_plain_forward(llm: Engine, labels: list[int]) -> None:
-    found = llm.score(QUERY, ITEMS, labels, return_token_logprobs=True)
-    assert isinstance(found, ScoreResult)
-    assert found.scores == list(found)
+    actual = llm.score(QUERY, ITEMS, labels, return_token_logprobs=True)
+    assert isinstance(actual, ScoreResult)
+    assert actual.scores == list(actual)
     logits = logits_of(llm, [QUERY + item for item in ITEMS])
-    for row, logprobs, expected in zip(found, found.token_logprobs or [], logits, strict=True):
+    for row, logprobs, expected in zip(actual, actual.token_logprobs or [], logits, strict=True):
         wanted = expected.log_softmax(-1)[labels]
         assert logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
         assert row == pytest.approx(wanted.exp().tolist(), abs=1e-4)
@@ -48,8 +48,8 @@ def test_scores_equal_a_plain_forward(llm: Engine, labels: list[int]) -> None:
     for row, expected in zip(soft, logits, strict=True):
         assert row == pytest.approx((expected[labels] / 2).softmax(-1).tolist(), abs=1e-4)
         assert math.fsum(row) == pytest.approx(1.0)
-    assert [row.index(max(row)) for row in found] == [0, 1, 2]
-    assert found.prompt_tokens == sum(len(llm.tokenizer.encode(QUERY + item)) for item in ITEMS)
+    assert [row.index(max(row)) for row in actual] == [0, 1, 2]
+    assert actual.prompt_tokens == sum(len(llm.tokenizer.encode(QUERY + item)) for item in ITEMS)
 
 
 def test_items_may_be_ids_have_own_labels_or_come_first(llm: Engine, labels: list[int]) -> None:

@@ -34,9 +34,9 @@ async def talk(engine: AsyncEngine, *, is_streaming: bool) -> list[list[int]]:
 
 async def undisturbed() -> list[list[int]]:
     async with fake_async_engine() as engine:
-        found = await talk(engine, is_streaming=False)
-        assert await talk(engine, is_streaming=True) == found
-    return found
+        result = await talk(engine, is_streaming=False)
+        assert await talk(engine, is_streaming=True) == result
+    return result
 
 
 @pytest.mark.parametrize("role", [0, 1])

@@ -59,19 +59,19 @@ def shape_of(engine: Engine | AsyncEngine, answer: Any) -> list[object]:
     keys = ("finish_reason", "output_token_logprobs", "output_top_logprobs", "input_token_logprobs")
     return [
         (
-            one["text"],
-            one["output_ids"],
-            [one["meta_info"].get(key) for key in keys],
-            [np.asarray(state).tobytes() for state in one["meta_info"].get("hidden_states", [])],
+            answer["text"],
+            answer["output_ids"],
+            [answer["meta_info"].get(key) for key in keys],
+            [np.asarray(state).tobytes() for state in answer["meta_info"].get("hidden_states", [])],
         )
-        for one in answers
+        for answer in answers
     ]
 
 
 async def ask(engine: Engine | AsyncEngine, name: str) -> list[object]:
     params, options = REQUESTS[name]
-    found = await engine.async_generate(3 * TEXT, {**SHARED, **params}, **options)
-    return shape_of(engine, found)
+    result = await engine.async_generate(3 * TEXT, {**SHARED, **params}, **options)
+    return shape_of(engine, result)
 
 
 async def ask_all(engine: Engine | AsyncEngine) -> dict[str, list[object]]:
@@ -164,7 +164,7 @@ async def test_stops_inside_a_draft_end_the_answer_where_the_plain_engine_ends_i
     word, token_id = whole["text"][num_tokens : num_tokens + 3], whole["output_ids"][num_tokens]
     for stops in ({"stop": [word]}, {"stop_regex": word[:2] + "."}, {"stop_token_ids": [token_id]}):
         params = {**SHARED, "temperature": 0.4, "seed": 1, **stops, "ignore_eos": False}
-        answers = [await one.async_generate(3 * TEXT, params) for one in (plain, engine)]
+        answers = [await either.async_generate(3 * TEXT, params) for either in (plain, engine)]
         assert shape_of(engine, answers[1]) == shape_of(plain, answers[0])
         info = answers[1]["meta_info"]
         assert info["spec_verify_ct"] + info["spec_num_correct_drafts"] == info["completion_tokens"]
@@ -184,15 +184,15 @@ async def test_finished_answers_count_their_drafts(plain: Engine, engine: Engine
 
 async def test_turns_of_a_session_equal_those_of_the_plain_engine(plain: Engine, engine: Engine) -> None:
     turns: list[list[object]] = []
-    for one in (plain, engine):
-        session, rid = one.open_session(), None
+    for either in (plain, engine):
+        session, rid = either.open_session(), None
         turns.append([])
         for turn in range(3):
             params = {**SHARED, "max_new_tokens": 30, "temperature": 0.3, "seed": turn}
-            answer = await one.async_generate(TEXT, params, session_params={"id": session, "rid": rid})
+            answer = await either.async_generate(TEXT, params, session_params={"id": session, "rid": rid})
             rid = answer["meta_info"]["id"]
-            turns[-1] += shape_of(one, answer)
-        one.close_session(session)
+            turns[-1] += shape_of(either, answer)
+        either.close_session(session)
     assert turns[0] == turns[1]
 
 
@@ -230,10 +230,10 @@ def test_layers_for_multi_token_prediction_of_the_model_propose_drafts(tmp_path:
     arguments: dict[str, Any] = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
     params = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     with Engine(tmp_path, speculative_algorithm="NEXTN", **arguments) as engine:
-        found = engine.generate(input_ids=[5, 6, 7], sampling_params=params)["output_ids"]
+        actual = engine.generate(input_ids=[5, 6, 7], sampling_params=params)["output_ids"]
         assert engine.stats()["num_proposed_drafts"] > 0
     expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=40, do_sample=False)
-    assert found == expected[0, 3:].tolist()
+    assert actual == expected[0, 3:].tolist()
 
 
 def test_draft_heads_that_cannot_be_used_are_refused_by_the_constructor(folders: Folders, tmp_path: Path) -> None:

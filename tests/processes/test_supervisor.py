@@ -134,7 +134,9 @@ async def test_mixed_requests_end_exactly_once(launcher: str) -> None:
         stats = await frontend.idle_stats()
         assert stats.num_free_pages == stats.num_pages
         assert stats.num_finished + stats.num_aborted == 300
-        assert not any(one.ended for one in frontend.heard if isinstance(one, TextChunks))  # no second end later
+        assert not any(
+            message.ended for message in frontend.heard if isinstance(message, TextChunks)
+        )  # no second end later
 
 
 @launchers
@@ -281,7 +283,7 @@ async def test_request_that_waits_for_an_adopted_request_keeps_its_deadline() ->
         assert (await frontend.call("pause")).success
         frontend.supervisor.adopt({1: 1_000_000})
         limits = (Limits(8), Limits(8, deadlines={"total": 0.0}))
-        submits = [Submit(uid, [uid], Sampling(seed=uid), one, TextRules()) for uid, one in enumerate(limits, 1)]
+        submits = [Submit(uid, [uid], Sampling(seed=uid), limit, TextRules()) for uid, limit in enumerate(limits, 1)]
         frontend.supervisor.send(submits)
         assert (await frontend.finished(2)).code is FinishCode.DEADLINE
         assert frontend.supervisor.ledger.num_open == 1
@@ -307,7 +309,7 @@ async def test_message_that_cannot_be_encoded_fails_alone(launcher: str) -> None
             assert "it cannot be sent to the scheduler process" in end.message
         for uid in (1, 4):
             assert (await frontend.finished(uid)).code == FinishCode.LENGTH
-        reply = next(one for one in frontend.heard if isinstance(one, Reply))
+        reply = next(message for message in frontend.heard if isinstance(message, Reply))
         assert (reply.call_id, reply.success, reply.stage) == (7, False, "submit")
         assert frontend.supervisor.ledger.num_open == 0
         assert frontend.failures == []
@@ -572,9 +574,9 @@ async def test_idle_engine_uses_no_cpu_time() -> None:
         await frontend.finished(1)
         processes = [psutil.Process(), *children_of(frontend)]
         await asyncio.sleep(0.1)
-        before = [sum(one.cpu_times()[:2]) for one in processes]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
         await asyncio.sleep(1.0)
-        used = [sum(one.cpu_times()[:2]) - start for one, start in zip(processes, before, strict=True)]
+        used = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before, strict=True)]
     assert sum(used) < 0.8  # ticks of 10 ms; a loop that spins takes a second
 
 

@@ -253,16 +253,16 @@ async def test_update_whose_caller_is_cancelled_is_finished(
         return ask(controls, name, *arguments, **options)
 
     monkeypatch.setattr(Controls, "ask", noted)
-    for one in (engine, keeping):
-        await begin(one, versions)
+    for either in (engine, keeping):
+        await begin(either, versions)
         is_sent.clear()
-        update = asyncio.create_task(one.update_weights_from_tensor(tensors["v2"], weight_version="v2"))
+        update = asyncio.create_task(either.update_weights_from_tensor(tensors["v2"], weight_version="v2"))
         await is_sent.wait()
         update.cancel()
-        assert await one.update_weights_from_tensor(tensors["v3"], weight_version="v3")
+        assert await either.update_weights_from_tensor(tensors["v3"], weight_version="v3")
         assert update.cancelled()
-        assert reference.check(PROMPT, await started(one, PROMPT, 20)) == ["v3"]
-        assert total(one, "num_restarts") == 0
+        assert reference.check(PROMPT, await started(either, PROMPT, 20)) == ["v3"]
+        assert total(either, "num_restarts") == 0
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ async def test_all_replicas_continue_after_the_loss_of_an_update(
         assert await engine.begin_weight_update()
         first, *others = buckets(tensors["v2"])
         assert await engine.update_weights_from_tensor(first)
-        pid = next(each["pid"] for each in engine.health()["processes"] if each["role"] == "scheduler")
+        pid = next(process["pid"] for process in engine.health()["processes"] if process["role"] == "scheduler")
         os.kill(pid, signal.SIGKILL)
         await until(lambda: engine.stats()["num_restarts"] == 1)
         result = await engine.update_weights_from_tensor(others[0])

@@ -47,8 +47,8 @@ LONG = {"max_new_tokens": 1000}
 def read_batch(llm: Engine, outcome: list[object], **options: object) -> None:
     """Return the result of a batch of thousands of rows."""
     try:
-        found = llm.generate(["a"] * NUM_ROWS, LONG, **options)  # type: ignore[call-overload]
-        outcome += [error for error in found if isinstance(error, Exception)]
+        answers = llm.generate(["a"] * NUM_ROWS, LONG, **options)  # type: ignore[call-overload]
+        outcome += [error for error in answers if isinstance(error, Exception)]
     except Exception as error:
         outcome.append(error)
 

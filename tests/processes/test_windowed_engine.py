@@ -45,10 +45,10 @@ def test_turns_and_samples_find_pages(engine: Engine) -> None:
     longer = [*PROMPT, *answer, *PROMPT[:60]]
     assert ask(engine, longer) == (cold(engine, longer), 188)
     drawn = {"temperature": 1.0, "seed": 3, "max_new_tokens": 20, "n": 4, "ignore_eos": True}
-    found = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
-    assert sorted(out["meta_info"]["cached_tokens"] for out in found) == [0, 148, 148, 148]
+    answers = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
+    assert sorted(out["meta_info"]["cached_tokens"] for out in answers) == [0, 148, 148, 148]
     again = cast("list[Answer]", engine.generate(input_ids=PROMPT[::-1], sampling_params=drawn))
-    assert [out["output_ids"] for out in found] == [out["output_ids"] for out in again]
+    assert [out["output_ids"] for out in answers] == [out["output_ids"] for out in again]
 
 
 def test_sessions_keep_the_window_of_their_next_turn(engine: Engine) -> None:

@@ -29,15 +29,19 @@ VALUES: dict[str, object] = {
     "stage": "forward",
     "cause": "no memory",
 }
-CLASSES = [found for found in vars(errors).values() if inspect.isclass(found) and issubclass(found, Exception)]
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
 
 
 def make(error_type: type[Exception]) -> Exception:
     """Return an error with all attributes set."""
     parameters = inspect.signature(error_type.__init__).parameters.values()
     named = [parameter for parameter in parameters if parameter.name in VALUES]
-    positional = [VALUES[one.name] for one in named if one.kind is not inspect.Parameter.KEYWORD_ONLY]
-    keywords = {one.name: VALUES[one.name] for one in named if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    positional = [VALUES[parameter.name] for parameter in named if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keywords = {
+        parameter.name: VALUES[parameter.name]
+        for parameter in named
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     error = error_type(*(positional or ["the message"]), **keywords)
     error.add_note("a note")
     error.__cause__ = OSError(2, "no such file")
@@ -59,21 +63,21 @@ WAYS: dict[str, Callable[[Exception], Exception]] = {
 @pytest.mark.parametrize("error_type", CLASSES)
 def test_copied_errors_are_equal(error_type: type[Exception], way: str) -> None:
     error = make(error_type)
-    found = WAYS[way](error)
-    assert type(found) is error_type
-    assert (str(found), found.args) == (str(error), error.args)
-    assert vars(found) == vars(error)
-    assert vars(found)["__notes__"] == ["a note"]
-    assert type(found.__cause__) is FileNotFoundError
-    assert str(found.__cause__) == str(error.__cause__)
-    assert found.__suppress_context__ is error.__suppress_context__
+    copied = WAYS[way](error)
+    assert type(copied) is error_type
+    assert (str(copied), copied.args) == (str(error), error.args)
+    assert vars(copied) == vars(error)
+    assert vars(copied)["__notes__"] == ["a note"]
+    assert type(copied.__cause__) is FileNotFoundError
+    assert str(copied.__cause__) == str(error.__cause__)
+    assert copied.__suppress_context__ is error.__suppress_context__
 
 
 def test_properties_of_an_error_without_a_cause() -> None:
-    found = pickle.loads(pickle.dumps(EngineDeadError("detokenizer", pid=5, exit_code=-6)))
-    assert (found.role, found.pid, found.exit_code, found.signal, found.log_lines) == ("detokenizer", 5, -6, 6, ())
-    assert found.__cause__ is None
-    assert not found.__suppress_context__
+    copied = pickle.loads(pickle.dumps(EngineDeadError("detokenizer", pid=5, exit_code=-6)))
+    assert (copied.role, copied.pid, copied.exit_code, copied.signal, copied.log_lines) == ("detokenizer", 5, -6, 6, ())
+    assert copied.__cause__ is None
+    assert not copied.__suppress_context__
     assert pickle.loads(pickle.dumps(EngineOverloadedError("full", retry_after=7.0))).retry_after == 7.0
 
 
@@ -88,10 +92,10 @@ def test_a_cause_that_cannot_be_pickled_is_kept_as_text() -> None:
     error = EngineError("boom")
     error.__cause__ = RequestError("forward", "inner")
     error.__cause__.__cause__ = Unpicklable("a", 500)
-    found = pickle.loads(pickle.dumps(error))
-    assert type(found.__cause__) is RequestError
-    assert type(found.__cause__.__cause__) is EngineError
-    assert str(found.__cause__.__cause__) == "Unpicklable: a: 500"
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied.__cause__) is RequestError
+    assert type(copied.__cause__.__cause__) is EngineError
+    assert str(copied.__cause__.__cause__) == "Unpicklable: a: 500"
     assert copy.copy(error).__cause__ is error.__cause__
     assert type(copy.copy(error.__cause__).__cause__) is Unpicklable
 
@@ -99,13 +103,13 @@ def test_a_cause_that_cannot_be_pickled_is_kept_as_text() -> None:
 def test_error_that_is_its_own_cause_can_be_copied() -> None:
     error = EngineError("boom")
     error.__cause__ = error
-    for found in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-        assert found.__cause__ is found
+    for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert copied.__cause__ is copied
 
 
 def test_subclass_with_other_arguments_can_be_copied() -> None:
-    found = pickle.loads(pickle.dumps(Tagged("forward", "no memory", "tag")))
-    assert (type(found), found.tag, found.stage, str(found)) == (
+    copied = pickle.loads(pickle.dumps(Tagged("forward", "no memory", "tag")))
+    assert (type(copied), copied.tag, copied.stage, str(copied)) == (
         Tagged, "tag", "forward", "the request failed in stage 'forward': no memory"
     )  # fmt: skip
 
@@ -115,9 +119,9 @@ def test_error_that_contains_itself_in_a_list_can_be_copied() -> None:
     for _ in range(50):
         inner, error = error, EngineError("boom")
         error.others = [inner, error]  # type: ignore[attr-defined]  # pyright: ignore
-    for found in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-        inner, itself = vars(found)["others"]
-        assert itself is found
+    for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        inner, itself = vars(copied)["others"]
+        assert itself is copied
         assert type(vars(inner)["others"][0]) is EngineError
 
 

@@ -62,10 +62,10 @@ q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
 reference = TorchAttention(shape, pool)
 reference.prepare(batch)
 expected = write_and_attend(reference, q, k, v, 0)
-found = SharedPrefixes(table, CascadeLimits(min_rows=2, min_saved=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
-assert found.pages.num_pages.tolist() == [17, 3]
+groups = SharedPrefixes(table, CascadeLimits(min_rows=2, min_saved=1, max_groups=4), page_size=PAGE_SIZE).find(rows)
+assert groups.pages.num_pages.tolist() == [17, 3]
 
-for cascade in (None, found):
+for cascade in (None, groups):
     ordered = cascade.order if cascade else np.arange(num_rows)
     host = np.full(4000, 77, dtype=np.int32)  # leftovers of a larger step
     memory._host_arrays = [host]
@@ -133,12 +133,12 @@ for uid, start, known in steps:
 rows = inputs.columns_of([Row(uid, start, len(known) or 1, TOKENS, known) for uid, start, known in steps])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
 assert can_expand(rows)
-found = expand_rows(rows, table)
+expanded = expand_rows(rows, table)
 step_inputs, batch = inputs.build(model, rows, None, num_outputs=len(steps))
 host = np.full(4000, 77, dtype=np.int32)
-found.targets[rows.token_ends - 1] = rows.row_indices
+expanded.targets[rows.token_ends - 1] = rows.row_indices
 memory._host_arrays = [host]
-memory.fill(SIZE, rows, sampled, found, 1)
+memory.fill(SIZE, rows, sampled, expanded, 1)
 memory._device = [torch.from_numpy(host)]
 columns, buffers = memory.columns(SIZE), memory.buffers(SIZE)
 num_tokens = 7
@@ -168,7 +168,7 @@ torch.testing.assert_close(out[:num_tokens].view(num_tokens, -1), expected, rtol
 steps = [(0, 46, 3), (6, 639, 4), (1, 255, 2), (7, 300, 1), (3, 290, 2)]
 rows = inputs.columns_of([Row(uid, start, count, TOKENS, [1] * count) for uid, start, count in steps])
 sampled = table.sampled(rows.requests, rows.row_indices, rows.starts + rows.counts)
-found = expand_rows(rows, table)
+expanded = expand_rows(rows, table)
 _, batch = inputs.build(model, rows, None, num_outputs=len(steps))
 reference.prepare(batch)
 heads = torch.randn(SIZE, HEADS + 2 * KV_HEADS, HEAD_SIZE)
@@ -177,7 +177,7 @@ expected = write_and_attend(reference, q, k, v, 0)
 for most in (2, 3, 4):
     host = np.full(4000, 77, dtype=np.int32)
     memory._host_arrays = [host]
-    plan = memory.fill(SIZE, rows, sampled, found, most)
+    plan = memory.fill(SIZE, rows, sampled, expanded, most)
     memory._device = [torch.from_numpy(host)]
     columns, buffers = memory.columns(SIZE), memory.buffers(SIZE)
     assert columns[2].tolist() == batch.slot_mapping.tolist()

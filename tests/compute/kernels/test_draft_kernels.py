@@ -27,8 +27,8 @@ for accept in (drafts.accept, simulated.accept):
     last_tokens, rejected = torch.arange(450) % 2, torch.zeros(num_rows + 1, dtype=torch.int32)
     accept(spans, token_ids, sources, last_tokens, rejected)
     results.append((last_tokens, rejected))
-for found, expected in zip(*results):
-    assert torch.equal(found, expected)
+for actual, expected in zip(*results):
+    assert torch.equal(actual, expected)
 assert len(rejected.unique()) == 4
 
 lengths = torch.randint(5, 60, (12,)).int()

@@ -25,12 +25,12 @@ SHAPES = ((896, 1152), (896, 896), (896, 9728), (4864, 896), (256, 4096), (100, 
 
 def cases(shapes: tuple[tuple[int, int], ...]) -> list[ParameterSet]:
     """Return shape, dtype and number of threads. By default each shape has two of the four cases, in turns."""
-    found: list[ParameterSet] = []
+    parameters: list[ParameterSet] = []
     for place, shape in enumerate(shapes):
         for dtype, num_threads in itertools.product(DTYPES, (1, 2)):
             is_default = (place + DTYPES.index(dtype) + num_threads) % 2
-            found.append(pytest.param(shape, dtype, num_threads, marks=() if is_default else pytest.mark.slow))
-    return found
+            parameters.append(pytest.param(shape, dtype, num_threads, marks=() if is_default else pytest.mark.slow))
+    return parameters
 
 
 @pytest.mark.parametrize(("shape", "dtype", "num_threads"), cases(SHAPES))

@@ -39,20 +39,20 @@ for number, case in enumerate(["greedy", "ties", "nan", "skipped", "sampled", "s
         logits[0, 3000] = torch.nan
     index = torch.tensor([-1 if case == "skipped" else 2], dtype=torch.int32)
     settings = draws(number, 0.5 + number, case in ("greedy", "ties"))
-    expected, found = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    expected, actual = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     tokens, expected_tokens = torch.full((4,), 7), torch.full((4,), 7)
     whole.sample(logits, settings, expected, (index, expected_tokens))
     of_ranks = [part.contiguous() for part in logits.split(PART_SIZE, 1)]
     owner = max(int(expected), 0) // PART_SIZE
     owners.append(owner)
     sampling._pick_kernel = lambda *_: None  # a program would wait for the blocks of the other rank
-    parts[1 - owner].sample(of_ranks[1 - owner], settings, found, (index, tokens))
+    parts[1 - owner].sample(of_ranks[1 - owner], settings, actual, (index, tokens))
     sampling._pick_kernel = pick
     for rank in (owner, 1 - owner):
-        found.zero_()
+        actual.zero_()
         tokens.fill_(7)
-        parts[rank].sample(of_ranks[rank], settings, found, (index, tokens))
-        assert torch.equal(found, expected), (case, rank, found, expected)
+        parts[rank].sample(of_ranks[rank], settings, actual, (index, tokens))
+        assert torch.equal(actual, expected), (case, rank, actual, expected)
         assert torch.equal(tokens, expected_tokens)
     assert (int(expected) == -1) == (case in ("nan", "skipped"))
     assert case != "ties" or int(expected) == 2149

@@ -44,8 +44,8 @@ def check(dtype, tolerance):
                 made.lines[1][turn, index, row] = torch.where(words[peer, row] == -1, 0x7FFF7FFF, words[peer, row])
         expected = sum(part.float() for part in parts).to(dtype)
         if number % 2:
-            found = made.all_reduce(parts[1])
-            torch.testing.assert_close(found, expected, atol=0, rtol=tolerance, equal_nan=True)
+            actual = made.all_reduce(parts[1])
+            torch.testing.assert_close(actual, expected, atol=0, rtol=tolerance, equal_nan=True)
         else:
             residual, epsilon = torch.randn(num_rows, COLUMNS).to(dtype), torch.tensor(1e-5)
             weight = torch.randn(COLUMNS).to(dtype if number % 4 else torch.float32)

@@ -51,10 +51,10 @@ def set_fields(folder: Path, **fields: object) -> None:
 
 
 def test_all_projections_of_all_layers_are_read(base: PreTrainedModel, tmp_path: Path) -> None:
-    found = read_folder(save_adapter(base, tmp_path)).parts(layers())
-    assert {part.layer for part in found} == layers().keys()
-    assert {(part.rank, part.scale, part.first_row) for part in found} == {(4, 2.0, 0)}
-    assert by_layer(found)[Q0].module == "q_proj"
+    result = read_folder(save_adapter(base, tmp_path)).parts(layers())
+    assert {part.layer for part in result} == layers().keys()
+    assert {(part.rank, part.scale, part.first_row) for part in result} == {(4, 2.0, 0)}
+    assert by_layer(result)[Q0].module == "q_proj"
 
 
 @pytest.mark.parametrize(
@@ -74,18 +74,18 @@ def test_target_modules_match_like_peft(
 
 def test_layers_may_have_separate_ranks_and_alphas(base: PreTrainedModel, tmp_path: Path) -> None:
     ranks, alphas = {"q_proj": 2, r"layers\.1\.mlp.*": 6}, {"layers.0.self_attn.q_proj": 3.0}
-    found = by_layer(
+    result = by_layer(
         read_folder(save_adapter(base, tmp_path, rank_pattern=ranks, alpha_pattern=alphas)).parts(layers())
     )
-    assert (found[Q0].rank, found[Q0].scale) == (2, 1.5)
-    assert (found["model.layers.1.self_attn.q_proj"].rank, found["model.layers.1.self_attn.q_proj"].scale) == (2, 4.0)
-    assert found["model.layers.1.mlp.up_proj"].rank == 6
-    assert found["model.layers.0.mlp.up_proj"].rank == 4
+    assert (result[Q0].rank, result[Q0].scale) == (2, 1.5)
+    assert (result["model.layers.1.self_attn.q_proj"].rank, result["model.layers.1.self_attn.q_proj"].scale) == (2, 4.0)
+    assert result["model.layers.1.mlp.up_proj"].rank == 6
+    assert result["model.layers.0.mlp.up_proj"].rank == 4
 
 
 def test_rank_stabilized_scale(base: PreTrainedModel, tmp_path: Path) -> None:
-    found = read_folder(save_adapter(base, tmp_path, use_rslora=True)).parts(layers())
-    assert found[0].scale == 8 / math.sqrt(4)
+    result = read_folder(save_adapter(base, tmp_path, use_rslora=True)).parts(layers())
+    assert result[0].scale == 8 / math.sqrt(4)
 
 
 def test_layers_to_transform_limits_the_layers(base: PreTrainedModel, tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_fused_projections_are_split(base: PreTrainedModel, tmp_path: Path) -> N
 
 
 def test_rank_and_module_limits_are_enforced(base: PreTrainedModel, tmp_path: Path) -> None:
-    found = read_folder(save_adapter(base, tmp_path, r=6))
+    result = read_folder(save_adapter(base, tmp_path, r=6))
     with pytest.raises(
         ValueError, match=f"{re.escape('model.layers.0.mlp.down_proj')} has rank 6, and max_lora_rank is 5"
     ):
-        found.parts(layers(), max_rank=5)
+        result.parts(layers(), max_rank=5)
     with pytest.raises(ValueError, match="lora_target_modules has only q_proj"):
-        found.parts(layers(), allowed=["q_proj"])
-    assert found.parts(layers(), max_rank=6, allowed=PROJECTIONS)
+        result.parts(layers(), allowed=["q_proj"])
+    assert result.parts(layers(), max_rank=6, allowed=PROJECTIONS)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -202,9 +202,9 @@ def test_mismatched_tensors_are_refused(base: PreTrainedModel, tmp_path: Path, c
     changes, message = CHANGED[case]
     change_tensors(folder, changes)
     pattern = ".*".join(map(re.escape, message.split(".*")))
-    with pytest.raises(ValueError, match=pattern) as found:
+    with pytest.raises(ValueError, match=pattern) as result:
         read_folder(folder).parts(layers())
-    assert str(folder) in str(found.value)
+    assert str(folder) in str(result.value)
 
 
 def test_adapters_of_the_head_are_refused(base: PreTrainedModel, tmp_path: Path) -> None:

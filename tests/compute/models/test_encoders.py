@@ -109,10 +109,10 @@ def test_hidden_states_match_transformers_in_any_batch(case: str) -> None:
     assert (ours.task, ours.attention_shape.is_causal) == ("embed", False)
     rows = random_rows()
     together = hidden_of(ours, rows)
-    for row, found in zip(rows, together, strict=True):
+    for row, actual in zip(rows, together, strict=True):
         expected = theirs(row.unsqueeze(0)).last_hidden_state[0]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        assert torch.equal(hidden_of(ours, [row])[0], found)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(hidden_of(ours, [row])[0], actual)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,8 +124,8 @@ def test_scores_match_transformers(case: str) -> None:
     pooling = differences.get("classifier_pooling", "cls")
     for row, hidden in zip(rows := random_rows(), hidden_of(ours, rows), strict=True):
         pooled = hidden.mean(0) if pooling == "mean" else hidden[0]
-        found = ours.compute_logits(pooled.unsqueeze(0))
-        torch.testing.assert_close(found, theirs(row.unsqueeze(0)).logits, atol=1e-5, rtol=1e-5)
+        result = ours.compute_logits(pooled.unsqueeze(0))
+        torch.testing.assert_close(result, theirs(row.unsqueeze(0)).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_second_text_of_a_pair_has_its_own_token_type() -> None:
@@ -142,7 +142,7 @@ def test_modernbert_reads_older_names_of_rope_theta_and_layer_types() -> None:
     for name in ("rope_parameters", "layer_types"):
         del raw[name]
     older = {**raw, "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "global_attn_every_n_layers": 3}
-    newer, old = (models.build({**each, "architectures": ["Model"]}, options()) for each in (config.to_dict(), older))
+    newer, old = (models.build({**raw, "architectures": ["Model"]}, options()) for raw in (config.to_dict(), older))
     assert newer.attention_shape == old.attention_shape
     assert newer.attention_shape.windows == (None, 4, 4)
 
@@ -161,9 +161,9 @@ def test_last_mlp_computes_only_pooled_tokens() -> None:
     firsts = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     inputs = ModelInputs(positions=positions, token_ids=torch.cat(rows), outputs=firsts)
-    found = ours.forward(inputs, attention_over(ours, LENGTHS))
+    actual = ours.forward(inputs, attention_over(ours, LENGTHS))
     expected = torch.stack([hidden[0] for hidden in hidden_of(ours, rows)])
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_headless_decoder_returns_hidden_states_and_classifier_returns_scores() -> None:
@@ -187,10 +187,10 @@ def test_bidirectional_decoders_match_transformers(lengths: list[int], monkeypat
         target.tensor.copy_(theirs.state_dict()[name])
     ours.finish_loading()
     rows = [torch.randint(1, 290, (length,)) for length in lengths]
-    for row, found in zip(rows, hidden_of(ours, rows), strict=True):
+    for row, actual in zip(rows, hidden_of(ours, rows), strict=True):
         sees_all = torch.zeros(1, 1, len(row), len(row))
         expected = theirs(row.unsqueeze(0), attention_mask=sees_all).last_hidden_state[0]
-        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def save(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
 
 
 def load(folder: Path, task: Task = Task.GENERATE, max_positions: int = 64) -> Model:
-    found = TransformersFolder(folder, task, trust_remote_code=False, has_weights=True)
-    model = found.load(options(max_positions=max_positions))
+    transformers_folder = TransformersFolder(folder, task, trust_remote_code=False, has_weights=True)
+    model = transformers_folder.load(options(max_positions=max_positions))
     weights.load(model, folder, load_format="safetensors", seed=0, report=lambda *_: None)
     return model
 
@@ -150,8 +150,8 @@ class Attention(NoAttention):
 
 def greedy(model: PreTrainedModel, prompt: list[int], num: int) -> list[int]:
     ids = torch.tensor([prompt])
-    found = cast("Any", model).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, do_sample=False)
-    return found[0, len(prompt) :].tolist()
+    result = cast("Any", model).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num, do_sample=False)
+    return result[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -226,17 +226,17 @@ def test_checkpoint_with_head_loads_as_embedder(kind: str, tmp_path: Path) -> No
     """The checkpoint stores experts separately, under other names."""
     reference = save(CONFIGS[kind], tmp_path)
     ids = torch.randint(3, 96, (9,))
-    found = Stepper(load(tmp_path, Task.EMBED)).run(ids.tolist(), [4, 5])
+    actual = Stepper(load(tmp_path, Task.EMBED)).run(ids.tolist(), [4, 5])
     expected = reference.base_model(ids[None]).last_hidden_state[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
 def test_weights_are_bf16_except_where_transformers_keeps_fp32(tmp_path: Path) -> None:
     save(CONFIGS["experts of DeepSeek-V3"], tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
-    found = TransformersFolder(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
-    model = found.load(options(torch.bfloat16, max_positions=64))
+    actual = TransformersFolder(tmp_path, Task.GENERATE, trust_remote_code=False, has_weights=True)
+    model = actual.load(options(torch.bfloat16, max_positions=64))
     targets = model.weights()
     kept = {name for name, target in targets.items() if target.tensor.dtype == torch.float32}
     assert kept == {name for name, tensor in reference.state_dict().items() if tensor.dtype == torch.float32} != set()
@@ -264,8 +264,8 @@ def test_heads_are_written_to_pages_and_packed() -> None:
     slots = torch.tensor([7, 8, 9, 2, 3])
     for heads in (None, torch.zeros(5, 10, 4)):
         keys, values = torch.zeros(2, 3, 2, 4, 4)
-        found = write_heads(q, k, v, target=KVTarget(slots, keys, values, heads))
-        assert all(torch.equal(*pair) for pair in zip(found, (q, k, v), strict=True))
+        result = write_heads(q, k, v, target=KVTarget(slots, keys, values, heads))
+        assert all(torch.equal(*pair) for pair in zip(result, (q, k, v), strict=True))
         assert torch.equal(keys.transpose(1, 2).flatten(0, 1)[slots], k)
         assert torch.equal(values.transpose(1, 2).flatten(0, 1)[slots], v)
 

@@ -198,5 +198,5 @@ def check(model_type: str, model: TransformersModel, reference: Any, ids: torch.
     for name, target in model.weights().items():
         target.tensor.copy_(tensors[name])
     model.finish_loading()
-    found = Stepper(model, page_size=4).run(ids.tolist(), [5, 7, 1, 20])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = Stepper(model, page_size=4).run(ids.tolist(), [5, 7, 1, 20])
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

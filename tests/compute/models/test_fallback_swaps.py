@@ -76,7 +76,7 @@ def build(config: PreTrainedConfig) -> tuple[TransformersModel, list[str]]:
     """Return the model, and the classes of its modules."""
     module = build_module(config, Task.GENERATE, options(max_positions=64))
     model = TransformersModel(module, Task.GENERATE, options(max_positions=64))
-    return model, [type(each).__name__ for each in module.modules()]
+    return model, [type(part).__name__ for part in module.modules()]
 
 
 def test_layers_with_one_input_are_fused_and_weights_are_stored_once() -> None:
@@ -87,7 +87,7 @@ def test_layers_with_one_input_are_fused_and_weights_are_stored_once() -> None:
     assert sorted(parts) == sorted(block * 3)
     held = {target.tensor.untyped_storage().data_ptr(): target.tensor for target in model.weights().values()}
     assert len(held) == 3 * (4 + 2) + 3
-    assert sum(each.untyped_storage().nbytes() for each in held.values()) == sum(
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held.values()) == sum(
         target.tensor.nbytes for target in model.weights().values()
     )
 
@@ -111,8 +111,8 @@ def test_weights_can_be_reloaded(tmp_path: Path) -> None:
                 torch.testing.assert_close(target.tensor * factor, changed)
                 target.tensor.copy_(changed)
             model.finish_loading()
-            found = Stepper(model).run(ids.tolist(), [9])
-            torch.testing.assert_close(found, reference(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+            actual = Stepper(model).run(ids.tolist(), [9])
+            torch.testing.assert_close(actual, reference(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

@@ -72,8 +72,8 @@ def test_saved_transformers_folders_load_with_and_without_head(model_type: str, 
         weights.load(ours, folder, load_format="auto", seed=0, report=lambda *_: None)
         expected = model(token_ids.unsqueeze(0))
         expected = expected.logits if facts.task == "generate" else expected.last_hidden_state
-        found = Stepper(ours).run(token_ids.tolist(), [20])
-        torch.testing.assert_close(found, expected[0], atol=3e-5, rtol=1e-5)
+        actual = Stepper(ours).run(token_ids.tolist(), [20])
+        torch.testing.assert_close(actual, expected[0], atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "falcon", "gptj"])

@@ -257,7 +257,9 @@ def test_prefix_hit_gives_same_bits(make: Callable[[], PreTrainedConfig], tmp_pa
     world = make_world(folder, depth=1)
     for turn in range(3):
         rules = LogprobRules(num_top=3, start=-1)
-        alone, warm = (each.submit(history, max_new_tokens=16, logprobs=rules) for each in (cold, world))
+        alone, warm = (
+            runner_world.submit(history, max_new_tokens=16, logprobs=rules) for runner_world in (cold, world)
+        )
         cold.run()
         world.run()
         expected = model.generate(torch.tensor([history]), max_new_tokens=16, do_sample=False, eos_token_id=None)
@@ -323,20 +325,23 @@ def test_snapshots_are_taken_at_page_boundaries(page_size: int, expected: int, f
 
 @pytest.mark.parametrize("device_memory", [1 << 20, 2 << 20, 1 << 26])
 def test_plan_and_runner_agree_on_states_and_snapshots(device_memory: int, folder: Path) -> None:
-    found = plan(folder, device="cpu", dtype="float32", device_memory=device_memory, page_size=4)
-    slot_bytes, room = found.state_bytes_per_request, int((device_memory - found.weights_bytes) * CPU_MEMORY_FRACTION)
+    planned = plan(folder, device="cpu", dtype="float32", device_memory=device_memory, page_size=4)
+    slot_bytes, room = (
+        planned.state_bytes_per_request,
+        int((device_memory - planned.weights_bytes) * CPU_MEMORY_FRACTION),
+    )
     demand = PoolDemand(
         num_tokens=None,
         groups=GROUPS,
-        page_bytes=4 * found.kv_bytes_per_token,
-        context_length=found.context_length,
+        page_bytes=4 * planned.kv_bytes_per_token,
+        context_length=planned.context_length,
         max_running=64,
         state_bytes=slot_bytes,
         has_snapshots=True,
     )
     pool = fit_pool(demand, PoolBudget(room, ""))
     assert pool.num_snapshots > 0
-    assert found.max_total_tokens == 4 * pool.num_pages
+    assert planned.max_total_tokens == 4 * pool.num_pages
 
 
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -362,9 +367,9 @@ def test_tokens_do_not_depend_on_concurrent_requests(folder: Path, depth: int) -
         world.step()
     assert world.num_preemptions > 0
     for uid, answer in zip(uids, expected, strict=True):
-        found = world.outputs[uid]
-        assert found == answer[: len(found)]
-        assert len(found) == len(answer) or uid in aborted
+        actual = world.outputs[uid]
+        assert actual == answer[: len(actual)]
+        assert len(actual) == len(answer) or uid in aborted
 
 
 def test_forced_tokens_are_not_computed_twice_with_a_step_in_flight(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def arrays_of(folder: Path, images: list[Image.Image]) -> dict[str, torch.Tensor
     model = find_image_model(folder)
     assert model is not None
     module, _, name = model.processor.partition(":")
-    found = getattr(importlib.import_module(module), name).from_dict(dict(model.settings))(images, return_tensors="pt")
-    return dict(found)
+    arrays = getattr(importlib.import_module(module), name).from_dict(dict(model.settings))(images, return_tensors="pt")
+    return dict(arrays)
 
 
 def inputs_of(folder: Path, images: list[Image.Image], ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ class Served(NamedTuple):
         check(self.theirs, self.folder, images, answer)
 
     def kill_scheduler(self) -> None:
-        [scheduler] = [each for each in self.llm.health()["processes"] if each["role"] == "scheduler"]
+        [scheduler] = [process for process in self.llm.health()["processes"] if process["role"] == "scheduler"]
         os.kill(scheduler["pid"], signal.SIGKILL)
 
 
@@ -208,12 +208,12 @@ def vector_of(theirs: Any, ids: list[int], arrays: dict[str, torch.Tensor]) -> n
 
 
 def test_generating_engine_also_returns_embeddings(served: Served) -> None:
-    one = drawing(1)
-    answer = served.llm.generate(f"see {served.mark}?", SHORT, image_data=one, return_prompt_token_ids=True)
+    image = drawing(1)
+    answer = served.llm.generate(f"see {served.mark}?", SHORT, image_data=image, return_prompt_token_ids=True)
     ids = answer["prompt_token_ids"]
-    found: Any = served.llm.encode(f"see {served.mark}?", image_data=one)
-    expected = vector_of(served.theirs, ids, inputs_of(served.folder, [one], torch.tensor([ids])))
-    np.testing.assert_allclose(found["embedding"], expected, atol=1e-4)
+    encoded: Any = served.llm.encode(f"see {served.mark}?", image_data=image)
+    expected = vector_of(served.theirs, ids, inputs_of(served.folder, [image], torch.tensor([ids])))
+    np.testing.assert_allclose(encoded["embedding"], expected, atol=1e-4)
 
 
 @pytest.mark.slow

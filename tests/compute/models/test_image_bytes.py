@@ -47,23 +47,23 @@ def test_looked_up_values_match_the_processor(model_type: str, options: dict[str
     for size in SIZES:
         wanted = plain(picture(*size), return_tensors="np")
         for _ in range(2):
-            found = dict(fast(picture(*size), return_tensors="np"))
-            assert ("pixels" in found) == (not options.keys() & {"do_normalize", "do_rescale"})
-            if "pixels" in found:
-                assert found["pixels"].dtype == np.uint8
-                values = looked_up(torch.tensor(found["pixels"]), torch.tensor(found["table"]))
+            actual = dict(fast(picture(*size), return_tensors="np"))
+            assert ("pixels" in actual) == (not options.keys() & {"do_normalize", "do_rescale"})
+            if "pixels" in actual:
+                assert actual["pixels"].dtype == np.uint8
+                values = looked_up(torch.tensor(actual["pixels"]), torch.tensor(actual["table"]))
                 if model_type == "qwen2_vl":
                     values = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2)
-                found["pixel_values"] = values.numpy()
-            assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
-            assert found["pixel_values"].dtype == wanted["pixel_values"].dtype
+                actual["pixel_values"] = values.numpy()
+            assert all(np.array_equal(actual[key], wanted[key]) for key in wanted)
+            assert actual["pixel_values"].dtype == wanted["pixel_values"].dtype
 
 
 def test_padding_is_zero_after_normalization(tmp_path: Path) -> None:
     plain, fast = processors("llava", {"do_pad": True, "pad_size": {"height": 40, "width": 50}}, tmp_path)
-    wanted, found = (each(picture(90, 50), return_tensors="np")["pixel_values"] for each in (plain, fast))
-    assert found.dtype == wanted.dtype
-    assert np.array_equal(found, wanted)
+    wanted, actual = (processor(picture(90, 50), return_tensors="np")["pixel_values"] for processor in (plain, fast))
+    assert actual.dtype == wanted.dtype
+    assert np.array_equal(actual, wanted)
 
 
 def test_resize_on_device_matches_pillow() -> None:
@@ -88,12 +88,12 @@ def test_resize_on_device_matches_pillow() -> None:
         passes = {"row": resizing.taps(height, new_height), "column": resizing.taps(width, new_width)}
         arrays = {
             f"{name}_{part}": torch.tensor(value)
-            for name, found in passes.items()
-            for part, value in found._asdict().items()
+            for name, is_first_pass in passes.items()
+            for part, value in is_first_pass._asdict().items()
         }
-        found = resized({"picture": torch.tensor(picture), **arrays}, rows_first=is_first)
+        actual = resized({"picture": torch.tensor(picture), **arrays}, rows_first=is_first)
         wanted = np.asarray(Image.fromarray(picture).resize((new_width, new_height), Image.Resampling.BICUBIC))
-        assert np.array_equal(found.permute(1, 2, 0).numpy(), wanted), (height, width, new_height, new_width)
+        assert np.array_equal(actual.permute(1, 2, 0).numpy(), wanted), (height, width, new_height, new_width)
     assert int(PIL.__version__.partition(".")[0]) < 13 or 0 < num_rows_first < len(sizes)
 
 
@@ -110,18 +110,18 @@ def test_late_resize_gives_same_values(options: dict[str, object], tmp_path: Pat
     resize = device_resize(plain)
     is_late = not options.keys() & {"do_normalize", "resample"}
     for width, height in ((64, 64), (56, 80)) if "do_resize" in options else SIZES:
-        found = resize.arrays(height, width)
-        assert (found is not None) == (is_late and height * width < 64 * 64 * 4), "a large one is resized before"
-        if found is None:
+        actual = resize.arrays(height, width)
+        assert (actual is not None) == (is_late and height * width < 64 * 64 * 4), "a large one is resized before"
+        if actual is None:
             continue
         wanted = plain(picture(width, height), return_tensors="np")
-        arrays = {name: torch.tensor(array) for name, array in found.items()}
+        arrays = {name: torch.tensor(array) for name, array in actual.items()}
         arrays["picture"] = torch.tensor(np.asarray(picture(width, height)))
-        values = looked_up(resized(arrays, rows_first=bool(found["rows_first"])), arrays["table"])
+        values = looked_up(resized(arrays, rows_first=bool(actual["rows_first"])), arrays["table"])
         patches = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
         assert np.array_equal(patches, wanted["pixel_values"])
-        assert np.array_equal(found["image_grid_thw"], wanted["image_grid_thw"])
-        assert resize.arrays(height, width) is found, "it depends on the size alone"
+        assert np.array_equal(actual["image_grid_thw"], wanted["image_grid_thw"])
+        assert resize.arrays(height, width) is actual, "it depends on the size alone"
 
 
 def test_late_resize_refuses_sizes_that_the_processor_refuses(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def test_prompt_positions_match_transformers() -> None:
     positions, deltas = model.get_rope_index(
         torch.zeros(1, len(types), dtype=torch.int64), torch.tensor([types]), image_grid_thw=torch.tensor(GRIDS)
     )
-    found = grid_positions(len(types), media[::-1])
-    assert np.array_equal(found, positions[:, 0].numpy())
-    assert found.max() + 1 - len(types) == int(deltas[0])
+    reversed_positions = grid_positions(len(types), media[::-1])
+    assert np.array_equal(reversed_positions, positions[:, 0].numpy())
+    assert reversed_positions.max() + 1 - len(types) == int(deltas[0])
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -43,10 +43,10 @@ def test_each_axis_rotates_its_pairs(is_interleaved: bool) -> None:
         RotaryEmbedding(config, 16, max_position_embeddings=600, num_positions=size, device=torch.device("cpu"))
         for size in (600, 2**31 - 1)
     )
-    found, by_axis = short.tables(positions).pairs, [short.tables(positions[axis]).pairs for axis in range(3)]
-    assert torch.equal(found, long.tables(positions).pairs)
+    result, by_axis = short.tables(positions).pairs, [short.tables(positions[axis]).pairs for axis in range(3)]
+    assert torch.equal(result, long.tables(positions).pairs)
     for pair, axis in enumerate(axes):
-        assert torch.equal(found[..., pair], by_axis[axis][..., pair])
+        assert torch.equal(result[..., pair], by_axis[axis][..., pair])
     assert torch.equal(short.tables(positions[0].expand(3, -1)).pairs, by_axis[0])
 
 
@@ -55,6 +55,6 @@ def test_patches_and_windows_match_transformers(grid: tuple[int, int, int]) -> N
     places = get_vision_position_ids(torch.tensor([grid]), 2)
     assert np.array_equal(np.stack(patch_positions(grid, 2), -1), places.numpy())
     order, ends = get_vision_window_index(torch.tensor([grid]), spatial_merge_size=2, window_size=24, patch_size=4)
-    found, lengths = windows_of(grid, merge=2, side=3)
-    assert np.array_equal(found, order.numpy())
+    windows, lengths = windows_of(grid, merge=2, side=3)
+    assert np.array_equal(windows, order.numpy())
     assert np.array_equal(4 * lengths.cumsum(), ends[1:].numpy())

@@ -201,7 +201,7 @@ def test_unreadable_image_fails_only_its_request(llava: Saved) -> None:
     misshapen = replace(wrong, path=Path(__file__))
     fewer = replace(short, token_ids=short.token_ids[:-1])
     world = llava.world(chunk_tokens=16)
-    bad = [prompt_of(TEXTS[1], each, TEXTS[2]) for each in (gone, misshapen, fewer)]
+    bad = [prompt_of(TEXTS[1], image, TEXTS[2]) for image in (gone, misshapen, fewer)]
     outputs = run(world, [bad[0], fine, *bad[1:]])
     check(llava, fine, outputs[1])
     assert [bool(output) for output in outputs] == [False, True, False, False]
@@ -229,7 +229,10 @@ def test_token_budget_limits_images_per_step(llava: Saved, encoded: Counter[tupl
     prompts = [prompt_of(TEXTS[1], llava.pictures.draw(), TEXTS[1]) for _ in range(4)]
     decoding = world.submit(TEXTS[0], GREEDY, max_new_tokens=30)
     world.step()
-    uids = [world.submit(each.token_ids, GREEDY, media=each.media, max_new_tokens=4) for each in prompts]
+    uids = [
+        world.submit(image_prompt.token_ids, GREEDY, media=image_prompt.media, max_new_tokens=4)
+        for image_prompt in prompts
+    ]
     while world.core.has_work:
         before = encoded.total(), len(world.outputs[decoding])
         world.step()
@@ -247,10 +250,10 @@ def test_logprobs_and_scores_with_images_match(llava: Saved) -> None:
         rules = LogprobRules(start=0)
         uid = world.submit(prompt.token_ids, GREEDY, media=prompt.media, max_new_tokens=max_new_tokens, logprobs=rules)
         world.run()
-        data = next(each.data for each in world.extras[uid] if each.kind == PROMPT_LOGPROBS)
-        found = np.frombuffer(data, np.float32).reshape(len(prompt.token_ids), -1)[1:, 0]
+        data = next(extra.data for extra in world.extras[uid] if extra.kind == PROMPT_LOGPROBS)
+        actual = np.frombuffer(data, np.float32).reshape(len(prompt.token_ids), -1)[1:, 0]
         wanted = expected[:-1].gather(1, torch.tensor(prompt.token_ids[1:])[:, None])[:, 0]
-        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-3)
+        np.testing.assert_allclose(actual, wanted.numpy(), atol=1e-3)
 
 
 def test_text_rows_have_same_bits_next_to_image_rows(llava: Saved) -> None:
@@ -299,20 +302,20 @@ def test_tensor_names_of_older_and_newer_files_load(model_type: str, prefixes: d
     model = models.build(config, ModelOptions(dtype=torch.float32, device=torch.device("meta"), max_positions=256))
     names = list(model.weights())
     for name in names:
-        ours = next((each for each in prefixes if name.startswith(each)), "")
+        ours = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         assert new_name(prefixes.get(ours, "") + name.removeprefix(ours), model.renamed) == name
     assert {ours for ours in prefixes if not any(name.startswith(ours) for name in names)} == set()
 
 
 def reference_states(saved: Saved, prompt: Prompt) -> torch.Tensor:
     """Return the states [X, D] of transformers after the last norm."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     head = saved.theirs.get_output_embeddings()
     assert head is not None
-    handle = head.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    handle = head.register_forward_pre_hook(lambda _, given: results.append(given[0]))
     their_logits(saved.theirs, prompt)
     handle.remove()
-    return found[0][0]
+    return results[0][0]
 
 
 def test_hidden_states_with_images_match(llava: Saved) -> None:
@@ -322,11 +325,11 @@ def test_hidden_states_with_images_match(llava: Saved) -> None:
     uid = world.submit(prompt.token_ids, sampling, media=prompt.media, max_new_tokens=1)
     world.run()
     extras = sorted(
-        world.extras[uid], key=lambda each: each.kind == HIDDEN_STATES
+        world.extras[uid], key=lambda extra: extra.kind == HIDDEN_STATES
     )  # the state of the last position comes last
-    data = b"".join(each.data for each in extras if each.kind in (PROMPT_STATES, HIDDEN_STATES))
-    found = np.frombuffer(data, np.float32).reshape(-1, 64)[: len(prompt.token_ids)]
-    np.testing.assert_allclose(found, reference_states(llava, prompt).numpy(), atol=1e-3)
+    data = b"".join(extra.data for extra in extras if extra.kind in (PROMPT_STATES, HIDDEN_STATES))
+    result = np.frombuffer(data, np.float32).reshape(-1, 64)[: len(prompt.token_ids)]
+    np.testing.assert_allclose(result, reference_states(llava, prompt).numpy(), atol=1e-3)
 
 
 def test_embeddings_with_images_match(llava: Saved) -> None:
@@ -342,8 +345,10 @@ def vector(world: World, prompt: Prompt) -> npt.NDArray[np.float32]:
     world.core.requests.submit(submit)
     world.outputs[0], world.extras[0] = [], []
     world.run()
-    [found] = [np.frombuffer(each.data, np.float32) for each in world.extras[0] if each.kind == POOLED_VECTOR]
-    return found
+    [vector_of_row] = [
+        np.frombuffer(extra.data, np.float32) for extra in world.extras[0] if extra.kind == POOLED_VECTOR
+    ]
+    return vector_of_row
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
@@ -351,7 +356,7 @@ def test_forced_tokens_have_correct_positions(model_type: str, tmp_path: Path) -
     saved = Saved(tmp_path, save_vision_model(model_type, tmp_path), Pictures(model_type, tmp_path))
     prompt = prompt_of(TEXTS[1], saved.pictures.draw(8, 12), TEXTS[0])
     grammar = grammar_of(regex="(aabbccdd|ddccbbaa)([a-d]eeeeff){3}[a-d]{4}!")
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for min_forced, depth, chunk_tokens in ((1_000_000, 0, 64), (2, 0, 64), (2, 1, 7)):
         world = saved.world(depth=depth, chunk_tokens=chunk_tokens)
         world.runner.use_grammars(Grammars(str(FOLDER), VOCAB_SIZE))
@@ -359,6 +364,6 @@ def test_forced_tokens_have_correct_positions(model_type: str, tmp_path: Path) -
         sampling = Sampling(3, temperature=0.0, grammar=grammar)
         uid = world.submit(prompt.token_ids, sampling, media=prompt.media, max_new_tokens=60)
         world.run()
-        found.append(world.outputs[uid])
-    assert len(found[0]) > 30
-    assert found[1:] == found[:1] * 2
+        results.append(world.outputs[uid])
+    assert len(results[0]) > 30
+    assert results[1:] == results[:1] * 2

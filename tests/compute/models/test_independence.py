@@ -86,12 +86,12 @@ LAYERS = (
 
 def attention_cases() -> list[ParameterSet]:
     """Return layer, dtype and backend. By default each layer has two of the four cases, in turns."""
-    found: list[ParameterSet] = []
+    parameters: list[ParameterSet] = []
     for place, layer in enumerate(LAYERS):
         for dtype, backend in itertools.product(DTYPES, BACKENDS):
             is_default = (place + DTYPES.index(dtype) + BACKENDS.index(backend)) % 2 == 0
-            found.append(pytest.param(*layer, dtype, backend, marks=() if is_default else pytest.mark.slow))
-    return found
+            parameters.append(pytest.param(*layer, dtype, backend, marks=() if is_default else pytest.mark.slow))
+    return parameters
 
 
 @pytest.mark.parametrize(("sizes", "num_threads", "window", "has_sinks", "dtype", "backend_class"), attention_cases())
@@ -192,14 +192,14 @@ def test_torch_attention_accepts_any_page_size(page_size: int) -> None:
     torch.manual_seed(0)
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     tokens = tuple(torch.randn(70, num_heads, 8) for num_heads in (2, 1, 1))
-    expected, found = (
+    expected, actual = (
         run_attention(
             TorchAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=100 // size + 2, page_size=size))),
             tokens, [(0, 70)], list(range(-(-70 // size))),
         )
         for size in (16, page_size)
     )  # fmt: skip
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

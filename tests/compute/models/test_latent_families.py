@@ -137,8 +137,8 @@ def test_attention_backend_can_apply_the_expansion(case: str, tmp_path: Path, mo
     theirs, ours = pair(config_type(**{**SIZES, **differences}), tmp_path)
     assert len(ours.attention_shape.expansions) == SIZES["num_hidden_layers"]
     token_ids = torch.randint(0, SIZES["vocab_size"] or 0, (NUM_TOKENS,))
-    found = Stepper(ours).run(token_ids.tolist(), [30, 12])
-    torch.testing.assert_close(found, theirs(token_ids.unsqueeze(0)).logits[0], atol=5e-5, rtol=1e-5)
+    result = Stepper(ours).run(token_ids.tolist(), [30, 12])
+    torch.testing.assert_close(result, theirs(token_ids.unsqueeze(0)).logits[0], atol=5e-5, rtol=1e-5)
 
 
 def test_bf16_bits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
@@ -204,7 +204,10 @@ REFUSED: dict[str, list[tuple[str, object]]] = {
     ],
     "glm4_moe_lite": [("mlp_layer_types", ["dense"]), ("first_k_dense_replace", 2)],
 }
-CONFIGS = {each.model_type: each for each in (YoutuConfig, DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig)}
+CONFIGS = {
+    config_class.model_type: config_class
+    for config_class in (YoutuConfig, DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig)
+}
 
 
 def raw_config(model_type: str, **fields: object) -> dict[str, object]:

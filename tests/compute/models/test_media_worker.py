@@ -61,9 +61,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> MediaWorker:
 
 
 async def prepare(worker: MediaWorker, folder: Path, data: bytes) -> tuple[JobEnd, Path]:
-    source, made = folder / "source", folder / "made"
+    source, target = folder / "source", folder / "made"
     source.write_bytes(data)
-    return await worker.do(PrepareJob(1, str(source), str(made)), lambda _: None), made
+    return await worker.do(PrepareJob(1, str(source), str(target)), lambda _: None), target
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ async def prepare(worker: MediaWorker, folder: Path, data: bytes) -> tuple[JobEn
     ],
 )
 async def test_prepared_file_holds_the_decoded_picture(worker: MediaWorker, tmp_path: Path, data: bytes) -> None:
-    end, made = await prepare(worker, tmp_path, data)
+    end, target = await prepare(worker, tmp_path, data)
     assert isinstance(end, PreparedImage)
-    arrays = load_file(made)
+    arrays = load_file(target)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
     assert np.array_equal(arrays["picture"], np.asarray(expected))
     assert end.num_bytes == sum(array.nbytes for array in arrays.values())
@@ -90,17 +90,17 @@ async def test_prepared_file_holds_the_decoded_picture(worker: MediaWorker, tmp_
 
 
 async def test_picture_that_shrinks_much_is_resized_by_the_processor(worker: MediaWorker, tmp_path: Path) -> None:
-    end, made = await prepare(worker, tmp_path, saved(drawing(size=(700, 520))))
+    end, target = await prepare(worker, tmp_path, saved(drawing(size=(700, 520))))
     assert isinstance(end, PreparedImage)
-    assert load_file(made)["pixels"].shape[-2:] == (end.shape.height, end.shape.width)
+    assert load_file(target)["pixels"].shape[-2:] == (end.shape.height, end.shape.width)
 
 
 async def test_damaged_picture_leaves_no_file(worker: MediaWorker, tmp_path: Path) -> None:
     data = saved(drawing())
-    end, made = await prepare(worker, tmp_path, data[: len(data) // 2])
+    end, target = await prepare(worker, tmp_path, data[: len(data) // 2])
     assert isinstance(end, Refused)
     assert "truncated" in end.reason
-    assert not made.exists()
+    assert not target.exists()
 
 
 async def test_cancelled_job_does_nothing(worker: MediaWorker, tmp_path: Path) -> None:

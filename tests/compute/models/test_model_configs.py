@@ -132,7 +132,7 @@ def test_active_parameters_count_only_selected_experts(name: str) -> None:
     config = plugins.load("families", HUB[name]["model_type"]).read(HUB[name])
     numbers = {name: math.prod(spec.shape) for name, spec in checkpoint_tensors(config).items()}
     top_k = HUB[name].get("num_experts_per_tok", 0)
-    idle = [count for name, count in numbers.items() if (found := EXPERT.search(name)) and int(found[1]) >= top_k]
+    idle = [count for name, count in numbers.items() if (match := EXPERT.search(name)) and int(match[1]) >= top_k]
     assert bool(idle) == (name == "DeepSeek-V2-Lite")
     assert active_parameters(config) == sum(numbers.values()) - sum(idle)
 
@@ -282,18 +282,18 @@ HUB_QWEN = {
 
 def test_older_qwen_files_without_text_config_are_read() -> None:
     raw = {"model_type": "qwen2_5_vl", **HUB_QWEN, "vision_config": {"hidden_size": 1280}}
-    found = plugins.load("families", "qwen2_5_vl").read(raw)
-    assert found.rope.mrope_section == (8, 12, 12)
-    assert found.rope.rope_type == "default"
-    assert (found.hidden_size, found.tied, found.num_axes, found.image_token_id) == (64, False, 3, 151_655)
+    config = plugins.load("families", "qwen2_5_vl").read(raw)
+    assert config.rope.mrope_section == (8, 12, 12)
+    assert config.rope.rope_type == "default"
+    assert (config.hidden_size, config.tied, config.num_axes, config.image_token_id) == (64, False, 3, 151_655)
 
 
 def test_llava_defaults_match_transformers() -> None:
     raw = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": 31_999}
-    found = plugins.load("families", "llava").read(raw)
+    actual = plugins.load("families", "llava").read(raw)
     wanted = LlamaConfig()
-    assert (found.hidden_size, found.num_layers, found.vocab_size) == (4096, 32, wanted.vocab_size)
-    assert found.image_token_id == 31_999
+    assert (actual.hidden_size, actual.num_layers, actual.vocab_size) == (4096, 32, wanted.vocab_size)
+    assert actual.image_token_id == 31_999
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ]
     with torch.inference_mode():
         models = [base, *(merged(AutoModelForCausalLM.from_pretrained(folder / "model"), path) for path in folders)]
-        found = [continued(model) for model in models]
-    return Case(with_adapters(make_settings(folder / "model")), folders, *map(list, zip(*found, strict=True)))
+        results = [continued(model) for model in models]
+    return Case(with_adapters(make_settings(folder / "model")), folders, *map(list, zip(*results, strict=True)))
 
 
 def runner_with(case: Case) -> ModelRunner:
@@ -136,7 +136,9 @@ def test_tokens_of_adapters_in_one_batch_equal_merged_weights(case: Case) -> Non
     runner = runner_with(case)
     slots = [i % (NUM_SLOTS + 1) for i in range(len(PROMPTS))]
     expected = [case.expected[slot][i] for i, slot in enumerate(slots)]
-    assert len({tuple(each[1]) for each in case.expected}) == NUM_SLOTS + 1, "the adapters change nothing"
+    assert len({tuple(case_of_slot[1]) for case_of_slot in case.expected}) == NUM_SLOTS + 1, (
+        "the adapters change nothing"
+    )
     rows = [opened(i, slot, prompt) for i, (slot, prompt) in enumerate(zip(slots, PROMPTS, strict=True))]
     assert generate(runner, rows) == expected
     assert generate(runner, rows, chunk=4) == expected
@@ -185,11 +187,11 @@ def test_adapters_of_fused_and_reordered_layers_equal_merged_weights(case: str, 
         adapters = world.leading.adapters
         assert adapters is not None
         adapters.place(1, adapters.read(adapter(path, fingerprint=fingerprint(path)))).result(timeout=60)
-        found = generate(world.leading, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
+        result = generate(world.leading, [opened(i, i % 2, prompt) for i, prompt in enumerate(prompts)])
     before = [greedy(base, prompt) for prompt in prompts]
     adapted = merged(base, path)
     after = [greedy(adapted, prompt) for prompt in prompts]
-    assert found == [after[i] if i % 2 else before[i] for i in range(len(prompts))]
+    assert result == [after[i] if i % 2 else before[i] for i in range(len(prompts))]
     assert before != after
 
 
@@ -247,7 +249,7 @@ def test_logprobs_of_a_prompt_equal_merged_weights(llama: tuple[Path, Path]) -> 
     others = [opened(1, 0, PROMPTS[5]), opened(2, 3, PROMPTS[2])]
     plans = [
         StepPlan(
-            [Row(0, 0, 20, 0, prompt[:20]), *(Row(each.uid, 0, 7, 0, each.token_ids[:7]) for each in others)],
+            [Row(0, 0, 20, 0, prompt[:20]), *(Row(request.uid, 0, 7, 0, request.token_ids[:7]) for request in others)],
             [row, *others],
         ),
         StepPlan([Row(0, 20, len(prompt) - 20, TOKENS, prompt[20:])]),
@@ -257,11 +259,11 @@ def test_logprobs_of_a_prompt_equal_merged_weights(llama: tuple[Path, Path]) -> 
         result = runner.collect(runner.launch(plan))
         for extra in result.tokens.extras:
             decoder.decode(extra)
-    found = cast("dict[str, list]", decoder.lists(0, 1, keeps=False))["input_token_logprobs"]
+    actual = cast("dict[str, list]", decoder.lists(0, 1, keeps=False))["input_token_logprobs"]
     with torch.inference_mode():
         logits = merged(AutoModelForCausalLM.from_pretrained(folder), path)(torch.tensor([prompt])).logits[0]
     expected = torch.log_softmax(logits, -1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-    values = torch.tensor([value for value, *_ in found[1:]])
+    values = torch.tensor([value for value, *_ in actual[1:]])
     torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -325,11 +327,11 @@ def test_adapters_of_a_vision_model_change_its_text_model(model_type: str, tmp_p
     folder = save_adapter(base, tmp_path / "adapter", target_modules=r".*language_model.*\.(q_proj|o_proj|up_proj)")
     runner = build(with_adapters(make_settings(tmp_path / "model")), lambda _: None)
     runner.adapters.place(1, runner.adapters.read(adapter(folder))).result(timeout=60)
-    found = [generate(runner, [opened(i, slot, prompt) for i, prompt in enumerate(PROMPTS)]) for slot in (0, 1)]
+    results = [generate(runner, [opened(i, slot, prompt) for i, prompt in enumerate(PROMPTS)]) for slot in (0, 1)]
     with torch.inference_mode():
         expected = [continued(base)[0], continued(merged(base, folder))[0]]
-    assert found == expected
-    assert found[0] != found[1]
+    assert results == expected
+    assert results[0] != results[1]
     towers = save_adapter(
         save_vision_model(model_type, tmp_path / "again"), tmp_path / "towers", target_modules="all-linear"
     )

@@ -30,13 +30,13 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Simulate a GPU of 80 GiB with 2 GiB free. The last number of the list is the memory of this process."""
     held = [0]
-    for name, found in {
+    for name, value in {
         "memory_reserved": lambda _: held[-1],
         "synchronize": lambda _: None,
         "mem_get_info": lambda _: (2 * GIB, 80 * GIB),
         "get_device_name": lambda _: "NVIDIA H100",
     }.items():
-        monkeypatch.setattr(torch.cuda, name, found)
+        monkeypatch.setattr(torch.cuda, name, value)
     return held
 
 

@@ -54,10 +54,10 @@ def check(saved: Saved, world: World, uid: int, prompt: list[int], *, returns_al
     starts = {HIDDEN_STATES: len(prompt) - 1, PROMPT_STATES: 0}
     positions: list[int] = []
     for extra in world.extras[uid]:
-        found = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
+        actual = torch.from_numpy(np.frombuffer(extra.data, np.float32).reshape(-1, expected.shape[1]).copy())
         start = starts[extra.kind] + extra.index
-        positions += range(start, start + len(found))
-        torch.testing.assert_close(found, expected[start : start + len(found)], atol=1e-4, rtol=1e-4)
+        positions += range(start, start + len(actual))
+        torch.testing.assert_close(actual, expected[start : start + len(actual)], atol=1e-4, rtol=1e-4)
     first = 0 if returns_all else len(prompt) - 1
     assert sorted(positions) == list(range(first, len(prompt) + len(output) - 1))
 
@@ -117,6 +117,6 @@ def test_prompt_states_arrive_in_blocks_in_any_order(num_positions: int, hidden_
     decoder = HiddenStateDecoder(num_positions, hidden_size)
     for extra in [*blocks[::2], Extra(3, 0, HIDDEN_STATES, states[-1].tobytes()), *reversed(blocks)]:
         decoder.decode(extra)
-    (found,) = decoder.lists(0, 1, keeps=False)["hidden_states"]  # type: ignore[misc]
-    assert np.array_equal(found, states)
-    assert found.flags.writeable
+    (result,) = decoder.lists(0, 1, keeps=False)["hidden_states"]  # type: ignore[misc]
+    assert np.array_equal(result, states)
+    assert result.flags.writeable

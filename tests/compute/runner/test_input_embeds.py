@@ -55,7 +55,7 @@ def run(saved: Saved, world: World, *, embeds: bool, max_new_tokens: int = 12) -
     ]
     world.run()
     extras = [[(extra.index, extra.kind, extra.data) for extra in world.extras[uid]] for uid in uids]
-    return [world.outputs[uid] for uid in uids], [sorted(each) for each in extras]
+    return [world.outputs[uid] for uid in uids], [sorted(extras_of_row) for extras_of_row in extras]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -67,7 +67,11 @@ def test_embeddings_return_the_same_bits_as_token_ids(saved: Saved, chunk_tokens
     plain = world.submit(PROMPTS[0], PLAIN)
     assert run(saved, world, embeds=True) == by_ids
     assert world.outputs[plain] == World(settings).answers(PROMPTS[:1], [PLAIN])[0]
-    assert {kind for each in by_ids[1] for _, kind, _ in each} == {HIDDEN_STATES, PROMPT_STATES, OUTPUT_LOGPROBS}  # type: ignore[attr-defined]
+    assert {kind for extras_of_row in by_ids[1] for _, kind, _ in extras_of_row} == {
+        HIDDEN_STATES,
+        PROMPT_STATES,
+        OUTPUT_LOGPROBS,
+    }  # type: ignore[attr-defined]
     assert set(world.num_cached.values()) == {0}
 
 

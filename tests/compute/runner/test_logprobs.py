@@ -147,10 +147,10 @@ def test_logprobs_have_the_same_bits_in_any_batch_chunk_and_cache(saved: Saved) 
     again = alone.submit(PROMPT, logprobs=rules)
     alone.run()
     other = World(settings_of(saved, chunk_tokens=11))
-    among = [other.submit(PROMPT, logprobs=each) for each in (RULES[-1], rules, None, RULES[3])]
+    among = [other.submit(PROMPT, logprobs=rule) for rule in (RULES[-1], rules, None, RULES[3])]
     other.run()
-    for world, found in ((alone, again), (other, among[1])):
-        assert [(extra.index, extra.kind, extra.data) for extra in world.extras[found]] == [
+    for world, actual in ((alone, again), (other, among[1])):
+        assert [(extra.index, extra.kind, extra.data) for extra in world.extras[actual]] == [
             (extra.index, extra.kind, extra.data) for extra in expected
         ]
 
@@ -172,13 +172,13 @@ def test_preempted_requests_return_each_logprob_once(saved: Saved) -> None:
     world = World(settings_of(saved, num_pages=40, chunk_tokens=20))
     rules = [LogprobRules(start=start, num_top=2) for start in (0, 3, -1, 20)]
     prompts = [[*PROMPT[:30], seed] for seed in range(4)]
-    uids = [world.submit(prompt, logprobs=each, max_new_tokens=40) for prompt, each in zip(prompts, rules, strict=True)]
+    uids = [world.submit(prompt, logprobs=rule, max_new_tokens=40) for prompt, rule in zip(prompts, rules, strict=True)]
     world.run()
     assert world.num_preemptions
-    for uid, each, prompt in zip(uids, rules, prompts, strict=True):
+    for uid, rule, prompt in zip(uids, rules, prompts, strict=True):
         indices = [(extra.kind, extra.index) for extra in world.extras[uid]]
-        assert len(indices) == len(set(indices)) == 40 + (each.start >= 0)
-        check(world, uid, each, saved, prompt)
+        assert len(indices) == len(set(indices)) == 40 + (rule.start >= 0)
+        check(world, uid, rule, saved, prompt)
 
 
 def test_score_request_returns_the_distribution_after_the_prompt(saved: Saved) -> None:
@@ -188,17 +188,17 @@ def test_score_request_returns_the_distribution_after_the_prompt(saved: Saved) -
         LogprobRules(start=0, num_top=1),
         LogprobRules(start=41, num_top=2),
     ]
-    uids = [world.submit(PROMPT, logprobs=each, max_new_tokens=0) for each in rules]
+    uids = [world.submit(PROMPT, logprobs=rule, max_new_tokens=0) for rule in rules]
     world.run()
     expected = saved.expected(PROMPT)
-    for uid, each in zip(uids, rules, strict=True):
+    for uid, rule in zip(uids, rules, strict=True):
         assert world.outputs[uid] == []
         assert world.ended[uid].code is FinishCode.LENGTH
-        lists = lists_of(world, uid, each, len(PROMPT))
+        lists = lists_of(world, uid, rule, len(PROMPT))
         assert lists["output_token_logprobs"] == []
         assert len(lists["output_top_logprobs"]) == 1
         check_lists(lists, "output", 0, expected[-1])
-        assert len(lists["input_token_logprobs"]) == each.num_prompt_positions(len(PROMPT))
+        assert len(lists["input_token_logprobs"]) == rule.num_prompt_positions(len(PROMPT))
     assert [token_id for _, token_id, _ in lists_of(world, uids[0], rules[0], 41)["output_token_ids_logprobs"][0]] == [
         5,
         1,

@@ -45,7 +45,7 @@ def _prompts() -> list[list[int]]:
 @pytest.fixture(scope="module", name="expected")
 def _expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     """Return the tokens of transformers, which computes a text again when it becomes long."""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         answer = model.generate(
@@ -56,8 +56,8 @@ def _expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int
             pad_token_id=0,
             eos_token_id=None,
         )
-        found.append(answer[0, len(prompt) :].tolist())
-    return found
+        results.append(answer[0, len(prompt) :].tolist())
+    return results
 
 
 def world(folder: Path, model: PreTrainedModel, **changes: object) -> World:

@@ -44,14 +44,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def references(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     """The greedy tokens of transformers for PROMPTS, by family."""
-    found = {}
+    answers = {}
     for family, folder in folders.items():
         model = save_model(family, folder)
-        found[family] = [
+        answers[family] = [
             model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
             for prompt in PROMPTS
         ]
-    return found
+    return answers
 
 
 @pytest.fixture
@@ -310,9 +310,9 @@ def test_facts_and_progress(qwen: Path) -> None:
     parts = [facts[f"start_{part}_s"] for part in ("device", "attention", "weights", "largest_step", "kv_pool")]
     assert sum(parts) == pytest.approx(facts["load_s"], abs=0.01)
     assert facts["load_s"] > 0
-    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert [progress.done for progress in seen] == sorted(progress.done for progress in seen)
     assert seen[0].done == 0
-    assert {each.unit for each in seen} == {"B"}
+    assert {progress.unit for progress in seen} == {"B"}
     runner.close()
     runner.close()
 

@@ -19,7 +19,7 @@ from tests.kit.vision_models import MODELS, save_vision_model
 def test_plan_counts_the_parameters_of_vision_models(model_type: str, tmp_path: Path) -> None:
     theirs = save_vision_model(model_type, tmp_path)
     plan = aioengine.plan(tmp_path, device="cpu", dtype="float32")
-    assert plan.num_parameters == sum(each.numel() for each in theirs.parameters())
+    assert plan.num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
 
 
 @pytest.mark.parametrize(("modules", "rank"), [((), 20), (("q_proj", "down_proj"), 16)])

@@ -101,10 +101,10 @@ def test_vectors_equal_transformers_alone_and_in_a_batch(case: str, tmp_path: Pa
     world = PoolWorld(settings_for(tmp_path, "embed", kind))
     assert (world.runner.facts["attention_backend"], world.runner.facts["kv_pool_bytes"]) == ("packed", 0)
     together = world.vectors_of(PROMPTS)
-    for prompt, found in zip(PROMPTS, together, strict=True):
+    for prompt, vector in zip(PROMPTS, together, strict=True):
         hidden = theirs(torch.tensor([prompt])).last_hidden_state[0]
-        torch.testing.assert_close(found, hidden[0] if kind == "cls" else hidden.mean(0), atol=1e-5, rtol=1e-5)
-        assert torch.equal(world.vectors_of([prompt])[0], found)
+        torch.testing.assert_close(vector, hidden[0] if kind == "cls" else hidden.mean(0), atol=1e-5, rtol=1e-5)
+        assert torch.equal(world.vectors_of([prompt])[0], vector)
 
 
 def test_rows_are_never_split(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_decoder_pools_its_last_token_with_chunks_and_prefix_hits(tmp_path: Path
     alone = World(settings).answers([PROMPTS[0]])
     world = PoolWorld(settings)
     generating = world.submit(PROMPTS[0])
-    for found, prompt in zip(world.vectors_of([*PROMPTS, PROMPTS[4]]), [*PROMPTS, PROMPTS[4]], strict=True):
+    for actual, prompt in zip(world.vectors_of([*PROMPTS, PROMPTS[4]]), [*PROMPTS, PROMPTS[4]], strict=True):
         expected = theirs.model(torch.tensor([prompt])).last_hidden_state[0, -1]
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
     assert world.outputs[generating] == alone[0]
 
 
@@ -153,14 +153,14 @@ def test_decoder_without_head_and_name_prefix_embeds_and_classifies(tmp_path: Pa
     sizes = {**SIZES, "head_dim": 16}
     theirs = saved(Qwen3Config(**sizes, tie_word_embeddings=False), tmp_path / "embedder")
     world = PoolWorld(settings_for(tmp_path / "embedder", "embed", "last", splits=True))
-    for found, prompt in zip(world.vectors_of(PROMPTS), PROMPTS, strict=True):
+    for actual, prompt in zip(world.vectors_of(PROMPTS), PROMPTS, strict=True):
         expected = theirs(torch.tensor([prompt])).last_hidden_state[0, -1]
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
     scoring = saved(Qwen3Config(**sizes, num_labels=3), tmp_path / "classifier", AutoModelForSequenceClassification)
     world = PoolWorld(settings_for(tmp_path / "classifier", "classify", "last", splits=True))
-    for found, prompt in zip(world.vectors_of(PROMPTS), PROMPTS, strict=True):
+    for actual, prompt in zip(world.vectors_of(PROMPTS), PROMPTS, strict=True):
         expected = scoring(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_nan_vector_fails_only_its_request(tmp_path: Path) -> None:

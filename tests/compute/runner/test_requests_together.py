@@ -71,7 +71,7 @@ class Saved(NamedTuple):
             for kind in kinds
         ]
         world.run()
-        extras = {uid: {(each.index, each.kind): each.data for each in world.extras[uid]} for uid in uids}
+        extras = {uid: {(extra.index, extra.kind): extra.data for extra in world.extras[uid]} for uid in uids}
         return [
             (world.outputs[uid], [(index, kind, data) for (index, kind), data in sorted(extras[uid].items())])
             for uid in uids

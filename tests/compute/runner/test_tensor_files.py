@@ -24,11 +24,11 @@ ARRAYS = {
 
 def test_read_arrays_equal_the_saved_arrays(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "image", metadata={"made": "by a test"})
-    found = read_arrays(str(tmp_path / "image"), is_pinned=False)
-    assert found.keys() == ARRAYS.keys()
+    result = read_arrays(str(tmp_path / "image"), is_pinned=False)
+    assert result.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
-        assert found[name].dtype == array.dtype
-        assert torch.equal(found[name], array)
+        assert result[name].dtype == array.dtype
+        assert torch.equal(result[name], array)
 
 
 @pytest.mark.parametrize("kept", [10, 1 << 20, (5 << 20) - 1])

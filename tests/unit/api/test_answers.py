@@ -131,10 +131,10 @@ class TestDicts:
         end = finished(
             FinishCode.STOP, matched=0, num_cached=2, num_preemptions=1, admitted_at=12.0, first_token_at=15.0
         )
-        made = answer_of("all", [7], end, 20.5)
-        assert "index" not in made
-        assert "prompt_token_ids" not in made
-        info = made["meta_info"]
+        answer = answer_of("all", [7], end, 20.5)
+        assert "index" not in answer
+        assert "prompt_token_ids" not in answer
+        info = answer["meta_info"]
         assert info["finish_reason"] == "stop"
         assert (info["cached_tokens"], info["cached_tokens_details"]) == (2, {"device": 2, "host": 0})
         assert info["num_preemptions"] == info["num_retractions"] == 1
@@ -163,8 +163,8 @@ class TestDicts:
             "admitted": {"admitted_at": 13.0},
             "odd clocks": {"admitted_at": 9.0, "first_token_at": 25.0},
         }[reached]  # type: ignore[assignment]
-        made = answer_of("", [], finished(FinishCode.ABORT, **times), 20.5)
-        timings = made["meta_info"]["timings"]
+        answer = answer_of("", [], finished(FinishCode.ABORT, **times), 20.5)
+        timings = answer["meta_info"]["timings"]
         stages = [timings[name] for name in ("tokenize_s", "queue_s", "prefill_s", "decode_s", "deliver_s")]  # type: ignore[literal-required]
         assert min(stages) >= 0
         assert sum(stages) == pytest.approx(timings["total_s"]) == pytest.approx(10.5)

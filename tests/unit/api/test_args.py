@@ -294,8 +294,8 @@ class TestTypes:
 
     @pytest.mark.parametrize("make", [Engine, AsyncEngine])
     def test_the_signature_has_every_argument_with_its_default(self, make: type) -> None:
-        found = inspect.signature(make).parameters
-        assert {name: entry.default for name, entry in found.items()} == {
+        parameters = inspect.signature(make).parameters
+        assert {name: entry.default for name, entry in parameters.items()} == {
             name: argument.default for name, argument in ARGUMENTS.items()
         }
 
@@ -342,8 +342,8 @@ def test_dtype_may_be_a_dtype_of_torch() -> None:
     ],
 )
 def test_lora_paths_may_have_several_forms(given: object, adapters: list[tuple[str, str, str, bool]]) -> None:
-    found = engine_config(None, {"lora_paths": given}).lora.adapters
-    assert [(each.name, each.path, each.alias, each.is_pinned) for each in found] == adapters
+    parsed = engine_config(None, {"lora_paths": given}).lora.adapters
+    assert [(adapter.name, adapter.path, adapter.alias, adapter.is_pinned) for adapter in parsed] == adapters
 
 
 @pytest.mark.parametrize(

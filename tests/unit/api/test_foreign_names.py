@@ -39,10 +39,10 @@ def test_unknown_names_of_the_package_are_plain_errors() -> None:
 @pytest.mark.parametrize("name", OUR_WAY)
 def test_error_for_methods_of_other_engines_has_our_name(name: str) -> None:
     with fake_engine() as engine:
-        for each in (engine, fake_async_engine()):
+        for either in (engine, fake_async_engine()):
             with pytest.raises(AttributeError, match=say(name)):
-                getattr(each, name)
-            assert not hasattr(each, name)
+                getattr(either, name)
+            assert not hasattr(either, name)
 
 
 @pytest.mark.parametrize("name", ["open_session", "load_lora_adapter", "attach", "admit"])

@@ -82,9 +82,9 @@ def test_a_parameter_of_a_subclass_has_a_flag(
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_null_is_the_default(name: str) -> None:
-    made = msgspec.json.decode(json.dumps({name: None}), type=SamplingParams)
+    decoded = msgspec.json.decode(json.dumps({name: None}), type=SamplingParams)
     expected = None if name == "max_new_tokens" else PARAMETERS[name].default
-    assert getattr(made, name) == getattr(SamplingParams.parse({name: None}), name) == expected
+    assert getattr(decoded, name) == getattr(SamplingParams.parse({name: None}), name) == expected
 
 
 @pytest.mark.parametrize(("name", "row"), PARAMETERS.items(), ids=PARAMETERS)

@@ -250,8 +250,8 @@ SAME_AS_OURS = {"temperature": 1.0, "top_p": 1, "top_k": -1, "min_p": 0.0, "repe
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_of_a_model_fill_the_parameters_that_a_request_leaves_out(name: str) -> None:
     def filled(params: SamplingParams) -> dict[str, object]:
-        found = sampling(params, vocab_size=10, eos_token_ids=(), defaults=DEFAULTS)
-        return {field: getattr(found, field) for field in DEFAULTS}
+        result = sampling(params, vocab_size=10, eos_token_ids=(), defaults=DEFAULTS)
+        return {field: getattr(result, field) for field in DEFAULTS}
 
     explicit = by_keyword({name: SAME_AS_OURS[name], "n": 2})
     for copied in (
@@ -294,10 +294,12 @@ def test_copies_have_the_same_repr(
     given: dict[str, object], copied: Callable[[SamplingParams], SamplingParams]
 ) -> None:
     params = by_keyword(given)
-    found = copied(params)
-    assert (found, repr(found), hash(found)) == (params, repr(params), hash(params))
-    assert msgspec.json.encode(found) == msgspec.json.encode(params)
-    assert sampling(found, vocab_size=10, eos_token_ids=()) == sampling(params, vocab_size=10, eos_token_ids=())
+    copy_of_params = copied(params)
+    assert (copy_of_params, repr(copy_of_params), hash(copy_of_params)) == (params, repr(params), hash(params))
+    assert msgspec.json.encode(copy_of_params) == msgspec.json.encode(params)
+    assert sampling(copy_of_params, vocab_size=10, eos_token_ids=()) == sampling(
+        params, vocab_size=10, eos_token_ids=()
+    )
 
 
 def test_copies_and_changed_copies_equal_their_originals() -> None:
@@ -491,13 +493,13 @@ class FloatOnly:
     ],
 )
 def test_values_of_other_types_become_plain_values(given: dict[str, object], kept: dict[str, object]) -> None:
-    made, plain = SamplingParams.parse(given), SamplingParams.parse(kept)
-    assert made == plain
-    assert repr(made) == repr(plain)
-    assert msgspec.json.decode(msgspec.json.encode(made), type=SamplingParams) == plain
-    rules = text_rules(made, stream_interval=1)
+    parsed, plain = SamplingParams.parse(given), SamplingParams.parse(kept)
+    assert parsed == plain
+    assert repr(parsed) == repr(plain)
+    assert msgspec.json.decode(msgspec.json.encode(parsed), type=SamplingParams) == plain
+    rules = text_rules(parsed, stream_interval=1)
     assert {*map(type, (*rules.stop, *rules.stop_regex))} <= {str}
-    msgspec.msgpack.encode([rules, sampling(made, vocab_size=100, eos_token_ids=())])
+    msgspec.msgpack.encode([rules, sampling(parsed, vocab_size=100, eos_token_ids=())])
 
 
 def test_custom_params_are_decoded_from_their_json() -> None:

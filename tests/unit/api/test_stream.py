@@ -63,7 +63,7 @@ class TestMerging:
         assert last is not None
         assert last["meta_info"]["finish_reason"] == "length"
         assert text + last["text"] == "".join(new_text for new_text, _, _ in pushes)
-        assert ids + last["output_ids"] == [one for _, new_ids, _ in pushes for one in new_ids]
+        assert ids + last["output_ids"] == [new_id for _, new_ids, _ in pushes for new_id in new_ids]
         with pytest.raises(EndOfOutput):
             slot.reader.take()
 

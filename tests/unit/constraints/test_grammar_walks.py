@@ -181,8 +181,8 @@ DAYS = [f"{year}-{month}-{day}" for year in YEARS for month in ("00", "01", "02"
 
 def test_dates_are_days_of_the_calendar() -> None:
     date, moment, bounded = (
-        grammar_of(json_schema={"type": "string", **each})
-        for each in (
+        grammar_of(json_schema={"type": "string", **date})
+        for date in (
             {"format": "date"},
             {"format": "date-time", "allOf": [{"maxLength": 30}]},
             {"format": "date", "pattern": "^2", "allOf": [{"pattern": "9$"}]},
@@ -225,7 +225,7 @@ def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
         for template in grammars._compiled[grammar.kind, grammar.text]:
             template.matcher.result()
     templates = grammars._compiled[grammar.kind, grammar.text]
-    assert [len(each.live) for each in templates] == [34, 33, 33]
+    assert [len(template.live) for template in templates] == [34, 33, 33]
     masks = np.zeros((len(constraints), grammars.num_words), dtype=np.int32)
     alone = masks[:1].copy()
     drawn = random.Random(0)
@@ -237,9 +237,9 @@ def test_many_requests_of_one_grammar_get_the_same_masks() -> None:
         token_id = drawn.choice(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
         for constraint in constraints:
             constraint.advance(token_id)
-    assert all(each.is_complete for each in constraints)
+    assert all(constraint.is_complete for constraint in constraints)
     del constraints[1:], constraint
-    assert sum(len(each.live) for each in templates) == 1
+    assert sum(len(template.live) for template in templates) == 1
     grammars.close()
 
 
@@ -289,11 +289,11 @@ def test_a_schema_that_allows_no_value_is_refused(schema: Schema, why: str) -> N
 def test_white_space_between_tokens_is_bounded(params: Schema, longest: int | None) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1, 2]}}}, "required": ["a"]}
     grammar = grammar_of(json_schema={**schema, "additionalProperties": False}, **params)
-    found = 0
+    longest_run = 0
     for seed in range(20):
         text = text_of(walk(grammar, seed, max_tokens=60)[0])
-        found = max(found, max(map(len, "".join(c if c in " \n\t\r" else "x" for c in text).split("x"))))
-    assert found == longest if longest is not None else found > 3
+        longest_run = max(longest_run, max(map(len, "".join(c if c in " \n\t\r" else "x" for c in text).split("x"))))
+    assert longest_run == longest if longest is not None else longest_run > 3
 
 
 @pytest.mark.parametrize(
@@ -361,5 +361,5 @@ def test_grammar_works_for_a_model_without_an_end_of_text(vocab_size: int) -> No
         assert ids.size
         assert all(constraint.tokens[token_id].isdigit() for token_id in ids)
         assert (masks[0] == 7).all()
-        constraint.advance(next(int(each) for each in ids if len(constraint.tokens[each]) == 1))
+        constraint.advance(next(int(token_id) for token_id in ids if len(constraint.tokens[token_id]) == 1))
     assert constraint.is_complete

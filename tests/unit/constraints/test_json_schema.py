@@ -190,9 +190,9 @@ def test_annotations_are_removed_and_property_names_kept() -> None:
 
 def test_references_are_kept_and_their_targets_compiled_once() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/a~1b"}}, "additionalProperties": False}
-    found = made({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node, "unused": {"not": {}}}})
-    assert found["$ref"] == "#/$defs/d0"
-    assert found["$defs"]["d0"]["properties"] == {"next": {"$ref": "#/$defs/d0"}}
+    schema = made({"$ref": "#/$defs/a~1b", "$defs": {"a/b": node, "unused": {"not": {}}}})
+    assert schema["$ref"] == "#/$defs/d0"
+    assert schema["$defs"]["d0"]["properties"] == {"next": {"$ref": "#/$defs/d0"}}
 
 
 def test_one_of_with_exclusive_branches_becomes_any_of() -> None:
@@ -211,12 +211,12 @@ def test_bounds_include_their_value() -> None:
     assert made({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5}) == {
         "type": "integer", "minimum": 1, "maximum": 2,
     }  # fmt: skip
-    found = made({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
-    assert 0 < found["minimum"] < 1e-6
-    assert 1 - 1e-10 < found["maximum"] < 1
-    found = made({"minimum": -7.40691406124409e-09, "maximum": 918288075560667.5})
-    assert -7.40691406124409e-09 < found["minimum"] < -7.40691e-09
-    assert 918288075560660 < found["maximum"] < 918288075560667.5
+    schema = made({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1})
+    assert 0 < schema["minimum"] < 1e-6
+    assert 1 - 1e-10 < schema["maximum"] < 1
+    schema = made({"minimum": -7.40691406124409e-09, "maximum": 918288075560667.5})
+    assert -7.40691406124409e-09 < schema["minimum"] < -7.40691e-09
+    assert 918288075560660 < schema["maximum"] < 918288075560667.5
 
 
 def test_infinite_constants_are_refused() -> None:

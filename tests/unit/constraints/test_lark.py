@@ -215,8 +215,8 @@ def test_letters_of_gbnf_may_be_escaped() -> None:
 )  # fmt: skip
 def test_repetitions_of_repetitions_are_read_in_gbnf(text: str, fits: list[str], does_not: list[str]) -> None:
     grammar = grammar_of(ebnf=text)
-    assert [each for each in fits if not accepts(grammar, each)] == []
-    assert [each for each in does_not if accepts(grammar, each)] == []
+    assert [fit for fit in fits if not accepts(grammar, fit)] == []
+    assert [text for text in does_not if accepts(grammar, text)] == []
 
 
 @pytest.mark.parametrize(

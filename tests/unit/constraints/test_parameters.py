@@ -117,8 +117,8 @@ def test_classes_give_their_schema_without_other_fields(of: type) -> None:
     for seed in range(8):
         ids, is_complete = walk(grammar, seed)
         if is_complete:
-            made = Bird(**json.loads(text_of(ids))) if of is Bird else msgspec.json.decode(text_of(ids), type=of)
-            assert isinstance(made, of)
+            value = Bird(**json.loads(text_of(ids))) if of is Bird else msgspec.json.decode(text_of(ids), type=of)
+            assert isinstance(value, of)
             assert set(json.loads(text_of(ids))) <= {*of.__annotations__}
 
 
@@ -193,7 +193,7 @@ def test_a_wrong_constraint_that_rows_share_is_checked_once(monkeypatch: pytest.
 def test_n_is_read_before_other_parameters_are_checked() -> None:
     rows: list[object] = [{"regex": "("}, {"n": 2}, {"n": 2}]
     request = generate_request(["a"] * 3, rows, None, stream=False, options={"return_exceptions": True})
-    assert (request.num_samples, [isinstance(each, ValueError) for each in request.prompts]) == (
+    assert (request.num_samples, [isinstance(prompt, ValueError) for prompt in request.prompts]) == (
         2,
         [True, False, False],
     )

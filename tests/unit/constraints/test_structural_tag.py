@@ -36,17 +36,19 @@ def ends(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
     if kind == "const_string":
         return literal([given["value"]], text, start)
     if kind == "json_schema":
-        return literal([json.dumps(each, separators=(",", ":")) for each in given["json_schema"]["enum"]], text, start)
+        return literal(
+            [json.dumps(value, separators=(",", ":")) for value in given["json_schema"]["enum"]], text, start
+        )
     if kind == "regex":
         pattern = re.compile(given["pattern"])
         return {end for end in range(start, len(text) + 1) if pattern.fullmatch(text, start, end)}
     if kind == "any_text":
-        found = free(text, start, given.get("excludes", ()), behind)
-        return {end for end in found if end - start <= given.get("max_chars", len(text))}
+        ends_of_text = free(text, start, given.get("excludes", ()), behind)
+        return {end for end in ends_of_text if end - start <= given.get("max_chars", len(text))}
     if kind == "sequence":
         return sequence(given["elements"], text, start, behind)
     if kind == "or":
-        return {end for each in given["elements"] for end in ends(each, text, start, behind)}
+        return {end for element in given["elements"] for end in ends(element, text, start, behind)}
     if kind == "optional":
         return {start} | ends(given["content"], text, start, behind)
     if kind in ("star", "plus", "repeat"):
@@ -60,33 +62,33 @@ def ends(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
 
 
 def literal(texts: Iterable[str], text: str, start: int) -> set[int]:
-    return {start + len(each) for each in texts if text.startswith(each, start)}
+    return {start + len(option) for option in texts if text.startswith(option, start)}
 
 
 def free(text: str, start: int, excludes: Iterable[str], behind: Iterable[str]) -> set[int]:
     """Free text ends before the first literal of ``behind``; without literals, anywhere."""
     if behind:
         return {end for end, _ in firsts(text, start, excludes, behind)}
-    return {end for end in range(start, len(text) + 1) if not any(each in text[start:end] for each in excludes)}
+    return {end for end in range(start, len(text) + 1) if not any(exclude in text[start:end] for exclude in excludes)}
 
 
 def firsts(text: str, start: int, excludes: Iterable[str], behind: Iterable[str]) -> set[tuple[int, str]]:
     """Return the start and the text of the first literal of ``behind``; several if they end at the same position."""
-    found = {(at, each) for each in behind for at in range(start, len(text) + 1) if text.startswith(each, at)}
-    first = min((at + len(each) for at, each in found), default=0)
+    matches = {(at, option) for option in behind for at in range(start, len(text) + 1) if text.startswith(option, at)}
+    first = min((at + len(option) for at, option in matches), default=0)
     return {
-        (at, each)
-        for at, each in found
-        if at + len(each) == first and not any(excluded in text[start:at] for excluded in excludes)
+        (at, option)
+        for at, option in matches
+        if at + len(option) == first and not any(excluded in text[start:at] for excluded in excludes)
     }
 
 
 def sequence(elements: list[Format], text: str, start: int, behind: list[str]) -> set[int]:
-    nexts = [*(first_literals(each) for each in elements[1:]), behind]
-    found = {start}
+    nexts = [*(first_literals(element) for element in elements[1:]), behind]
+    positions = {start}
     for element, literals in zip(elements, nexts, strict=True):
-        found = {end for at in found for end in ends(element, text, at, literals)}
-    return found
+        positions = {end for at in positions for end in ends(element, text, at, literals)}
+    return positions
 
 
 def first_literals(given: Format) -> list[str]:
@@ -94,25 +96,25 @@ def first_literals(given: Format) -> list[str]:
         return [given["value"]]
     if given["type"] == "tag":
         return [given["begin"]]
-    if given["type"] == "or" and all(each["type"] == "const_string" for each in given["elements"]):
-        return [each["value"] for each in given["elements"]]
+    if given["type"] == "or" and all(element["type"] == "const_string" for element in given["elements"]):
+        return [element["value"] for element in given["elements"]]
     return []
 
 
 def parts_of(tag: Format, begin: str | None = None) -> list[Format]:
     """Return the parts of a tag as a sequence. begin: replaces its own."""
     end = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
-    last = {"type": "or", "elements": [{"type": "const_string", "value": each} for each in end]}
+    last = {"type": "or", "elements": [{"type": "const_string", "value": option} for option in end]}
     return [{"type": "const_string", "value": tag["begin"] if begin is None else begin}, tag["content"], last]
 
 
 def repeated(once: Callable[[int], set[int]], text: str, start: int, least: int, most: int) -> set[int]:
-    found, reached = set[int](), {start}
+    all_reached, reached = set[int](), {start}
     for count in range(least + len(text) + 1 if most < 0 else most + 1):
         if count >= least:
-            found |= reached
+            all_reached |= reached
         reached = {end for at in reached for end in once(at)}
-    return found
+    return all_reached
 
 
 def separated(given: Format, text: str, start: int) -> set[int]:
@@ -123,8 +125,8 @@ def separated(given: Format, text: str, start: int) -> set[int]:
         return {end for after in literal([given["separator"]], text, at) for end in one(after)}
 
     most = 0 if given.get("stop_after_first") else -1
-    found = {end for at in one(start) for end in repeated(another, text, at, 0, most)}
-    return found if given.get("at_least_one") else found | {start}
+    results = {end for at in one(start) for end in repeated(another, text, at, 0, most)}
+    return results if given.get("at_least_one") else results | {start}
 
 
 def dispatched(given: Format, text: str, start: int, behind: list[str]) -> set[int]:
@@ -135,7 +137,7 @@ def dispatched(given: Format, text: str, start: int, behind: list[str]) -> set[i
         trigger = next(iter(given["triggers"]))
         rules = [(trigger, parts_of(tag, tag["begin"].removeprefix(trigger))) for tag in given["tags"]]
         loops = not given.get("stop_after_first")
-    excludes, found, todo, seen = given.get("excludes", ()), set[int](), [start], set[int]()
+    excludes, results, todo, seen = given.get("excludes", ()), set[int](), [start], set[int]()
     if given.get("at_least_one"):
         todo = [end for tag in given["tags"] for end in ends(tag, text, start, [])]
         if not loops:
@@ -148,9 +150,9 @@ def dispatched(given: Format, text: str, start: int, behind: list[str]) -> set[i
         triggers = [begin for begin, _ in rules]
         stops = firsts(text, at, excludes, [*behind, *triggers])
         if behind:
-            found |= {end for end, which in stops if which in behind}
+            results |= {end for end, which in stops if which in behind}
         else:
-            found |= free(text, at, [*excludes, *triggers], ())
+            results |= free(text, at, [*excludes, *triggers], ())
         after = {
             end
             for begin, parts in rules
@@ -161,8 +163,8 @@ def dispatched(given: Format, text: str, start: int, behind: list[str]) -> set[i
         if loops:
             todo += after
         else:
-            found |= after
-    return found
+            results |= after
+    return results
 
 
 # ---------------------------------------------------------------- formats
@@ -258,11 +260,11 @@ def drawn_text(given: Format, drawn: random.Random) -> str:
     if kind == "regex":
         return drawn.choice(MATCHES[given["pattern"]])
     if kind == "sequence":
-        return "".join(drawn_text(each, drawn) for each in given["elements"])
+        return "".join(drawn_text(element, drawn) for element in given["elements"])
     if kind == "or":
         return drawn_text(drawn.choice(given["elements"]), drawn)
     if kind == "tag":
-        return "".join(drawn_text(each, drawn) for each in parts_of(given))
+        return "".join(drawn_text(element, drawn) for element in parts_of(given))
     some = range(drawn.randrange(3))
     if kind == "tags_with_separator":
         return given["separator"].join(drawn_text(drawn.choice(given["tags"]), drawn) for _ in some)
@@ -303,9 +305,9 @@ def can_be_completed(grammar: Grammar, ids: list[int], drawn: random.Random) -> 
         for _ in range(12):
             if matcher.is_accepting():
                 return True
-            fitting = [each for each in pieces if matcher.validate_tokens(each) == len(each)]
+            fitting = [piece for piece in pieces if matcher.validate_tokens(piece) == len(piece)]
             mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            tokens = fitting or [[each] for each in np.flatnonzero(np.unpackbits(mask, bitorder="little"))]
+            tokens = fitting or [[token_id] for token_id in np.flatnonzero(np.unpackbits(mask, bitorder="little"))]
             assert matcher.consume_tokens(list(map(int, drawn.choice(tokens))))
     return False
 

@@ -76,10 +76,10 @@ def reference(family: Family, model: ImageModel, folder: Path, monkeypatch: pyte
 
 
 def shape_of(model: ImageModel, image: Image.Image) -> ImageShape:
-    found = image_processor(model)(image, **dict(model.family.options))
-    height, width = np.asarray(found["pixel_values"]).shape[-2:]
-    frames, rows, columns = map(int, found["image_grid_thw"][0]) if "image_grid_thw" in found else (0, 0, 0)
-    tiles = (found["rows"][0][0], found["cols"][0][0]) if "rows" in found else (0, 0)
+    result = image_processor(model)(image, **dict(model.family.options))
+    height, width = np.asarray(result["pixel_values"]).shape[-2:]
+    frames, rows, columns = map(int, result["image_grid_thw"][0]) if "image_grid_thw" in result else (0, 0, 0)
+    tiles = (result["rows"][0][0], result["cols"][0][0]) if "rows" in result else (0, 0)
     return ImageShape(height, width, (frames, rows, columns), tiles)
 
 

@@ -65,9 +65,9 @@ def test_a_cmyk_jpeg_and_a_palette_with_alpha_are_read() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_upper_8_of_16_bits_are_kept(kind: str) -> None:
     deep = np.linspace(0, 65535, 108, dtype=np.uint16).reshape(9, 12)
-    found = pixels(read(saved(Image.fromarray(deep), kind)))
-    assert np.array_equal(found[..., 0], (deep >> 8).astype(np.uint8))
-    assert np.array_equal(found[..., 0], found[..., 2])
+    result = pixels(read(saved(Image.fromarray(deep), kind)))
+    assert np.array_equal(result[..., 0], (deep >> 8).astype(np.uint8))
+    assert np.array_equal(result[..., 0], result[..., 2])
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -83,8 +83,8 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF"])
 def test_first_frame_of_an_animation_is_read(kind: str) -> None:
     frames = [Image.new("RGB", (12, 9), color) for color in ("red", "blue")]
-    found = pixels(read(saved(frames[0], kind, save_all=True, append_images=frames[1:])))
-    assert found[0, 0].tolist() == [255, 0, 0]
+    result = pixels(read(saved(frames[0], kind, save_all=True, append_images=frames[1:])))
+    assert result[0, 0].tolist() == [255, 0, 0]
 
 
 def test_the_smallest_picture_is_read() -> None:

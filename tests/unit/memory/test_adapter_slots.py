@@ -47,12 +47,12 @@ class Desk:
 
     def admit(self) -> None:
         for uid in sorted(self.queue):
-            key, one = self.needs[uid]
+            key, waiting = self.needs[uid]
             self.queue.remove(uid)
-            if self.slots.may_use(key, one):
-                self.running[uid] = self.slots.use(key, one)
+            if self.slots.may_use(key, waiting):
+                self.running[uid] = self.slots.use(key, waiting)
             else:
-                self.slots.wait(key, one)
+                self.slots.wait(key, waiting)
 
     def end(self, uid: int) -> None:
         self.running.pop(uid, None)

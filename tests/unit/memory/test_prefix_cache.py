@@ -47,12 +47,12 @@ def test_pages_of_a_running_request_can_be_matched_once_they_are_full() -> None:
     cache = PrefixCache(num_pages=8, page_size=2)
     prompt = [1, 2, 3, 4, 5, 6]
     allocation = open_(cache, prompt)
-    for done, found in [(1, 0), (2, 1), (3, 1), (5, 2)]:
+    for done, num_matched in [(1, 0), (2, 1), (3, 1), (5, 2)]:
         cache.insert(allocation, prompt, done)
         match = cache.match([*prompt, 7])
-        assert len(match.path) == found
+        assert len(match.path) == num_matched
         assert match.pending is not None
-        assert allocation.next_insert_at == 2 * (found + 1)
+        assert allocation.next_insert_at == 2 * (num_matched + 1)
     cache.insert(allocation, prompt, 6)
     assert len(cache.match([*prompt, 7]).path) == 3
     assert cache.match([*prompt, 7]).pending is None
@@ -368,12 +368,18 @@ class Naive:
             self.known[prefix].given_up = self.time
 
     def leaf_to_evict(self) -> Prefix | None:
-        while not (free := [one for one, entry in self.known.items() if not entry.num_locks and not entry.num_pins]):
+        while not (
+            free := [prefix for prefix, entry in self.known.items() if not entry.num_locks and not entry.num_pins]
+        ):
             if not self.pins:
                 return None
             self.unpin(next(iter(self.pins)))
-        leaves = [one for one in free if not any(len(other) > len(one) and other[: len(one)] == one for other in free)]
-        return min(leaves, key=lambda one: (self.known[one].given_up, -len(one)), default=None)
+        leaves = [
+            prefix
+            for prefix in free
+            if not any(len(other) > len(prefix) and other[: len(prefix)] == prefix for other in free)
+        ]
+        return min(leaves, key=lambda prefix: (self.known[prefix].given_up, -len(prefix)), default=None)
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -190,5 +190,5 @@ def test_wrong_snapshots_are_not_stored(is_second_wrong: bool) -> None:
     assert (second.num_computed, len(world.snapshots._ids)) == (4, 1)
     for request, is_wrong in ((second, is_second_wrong), (first, not is_second_wrong)):
         world.close(request, is_invalid=is_wrong)
-        check_cache(world.cache, (each.allocation for each in world.running))
+        check_cache(world.cache, (request.allocation for request in world.running))
     assert len(world.snapshots._ids) == 0

@@ -38,8 +38,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
-        for one in self.running:
-            self.cache.release(one.allocation)
+        for request in self.running:
+            self.cache.release(request.allocation)
         assert self.cache.clear()
         assert self.cache.num_allocatable == 30
         assert not self.cache._tree.root.children, "no node is left without pages"
@@ -55,33 +55,33 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from(self.running))
-        end = one.num_computed + data.draw(st.integers(1, 4))
-        one.token_ids += [1] * (end - len(one.token_ids))
-        while one.allocation.capacity < end:
+        request = data.draw(st.sampled_from(self.running))
+        end = request.num_computed + data.draw(st.integers(1, 4))
+        request.token_ids += [1] * (end - len(request.token_ids))
+        while request.allocation.capacity < end:
             could = self.cache.num_allocatable >= self.groups.num_groups
-            assert (self.cache.grow(one.allocation) is not None) == could
+            assert (self.cache.grow(request.allocation) is not None) == could
             if not could:
                 return
         size, num_groups = self.groups.page_size, self.groups.num_groups
-        for index in range(one.num_computed // size, -(-end // size)):
+        for index in range(request.num_computed // size, -(-end // size)):
             for group in range(num_groups):
-                page = one.allocation.pages[index * num_groups + group]
-                upto = tuple(one.token_ids[: min(end, (index + 1) * size)])
-                self.written[page] = group, (hash(one.allocation.salt), *upto)
-        one.num_computed = end
-        if end >= one.allocation.next_insert_at:
-            self.cache.insert(one.allocation, one.token_ids, end)
+                page = request.allocation.pages[index * num_groups + group]
+                upto = tuple(request.token_ids[: min(end, (index + 1) * size)])
+                self.written[page] = group, (hash(request.allocation.salt), *upto)
+        request.num_computed = end
+        if end >= request.allocation.next_insert_at:
+            self.cache.insert(request.allocation, request.token_ids, end)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), session=st.integers(0, 2), is_invalid=st.booleans())
     def go(self, data: st.DataObject, session: int, is_invalid: bool) -> None:
-        one = data.draw(st.sampled_from(self.running))
-        self.running.remove(one)
+        request = data.draw(st.sampled_from(self.running))
+        self.running.remove(request)
         if session and not is_invalid:
-            self.cache.pin(session, one.allocation)
-        self.cache.release(one.allocation, is_invalid=is_invalid)
-        self.cache.release(one.allocation)
+            self.cache.pin(session, request.allocation)
+        self.cache.release(request.allocation, is_invalid=is_invalid)
+        self.cache.release(request.allocation)
 
     @rule(session=st.integers(1, 2))
     def close_session(self, session: int) -> None:
@@ -95,26 +95,29 @@ class Machine(RuleBasedStateMachine):
     def pages_add_up_and_all_that_is_seen_is_there(self) -> None:
         if not hasattr(self, "cache"):
             return
-        check_cache(self.cache, (one.allocation for one in self.running))
+        check_cache(self.cache, (request.allocation for request in self.running))
         owned: list[int] = []
-        for one in self.running:
-            owned += self._own_pages(one.allocation)
-            self._check_seen(one)
+        for request in self.running:
+            owned += self._own_pages(request.allocation)
+            self._check_seen(request)
         assert len(owned) == len(set(owned)), "no page belongs to two requests"
 
     def _own_pages(self, allocation: WindowedAllocation) -> list[int]:
         pages = zip(allocation.pages, allocation.nodes, strict=True)
         return [page for page, node in pages if node is None and page != RELEASED]
 
-    def _check_seen(self, one: Running) -> None:
+    def _check_seen(self, request: Running) -> None:
         """Check that all pages in the window of the next token are present."""
         size, num_groups = self.groups.page_size, self.groups.num_groups
         for group, window in enumerate(self.groups.windows):
-            first = 0 if window is None else max(0, one.num_computed - window + 1)
-            for index in range(first // size, -(-one.num_computed // size)):
-                found_group, tokens = self.written[one.allocation.pages[index * num_groups + group]]
+            first = 0 if window is None else max(0, request.num_computed - window + 1)
+            for index in range(first // size, -(-request.num_computed // size)):
+                found_group, tokens = self.written[request.allocation.pages[index * num_groups + group]]
                 assert found_group == group
-                known = (hash(one.allocation.salt), *one.token_ids[: min(one.num_computed, (index + 1) * size)])
+                known = (
+                    hash(request.allocation.salt),
+                    *request.token_ids[: min(request.num_computed, (index + 1) * size)],
+                )
                 assert tokens == known
 
 

@@ -64,8 +64,8 @@ def test_pooling_is_read_from_modules(
     names = ("Transformer", "Pooling", "Normalize")[: 3 if is_normalized else 2]
     write(tmp_path, modules=modules(*names), **{"1_Pooling__config": switches})
     assert is_embedder(tmp_path)
-    found = pooling_of(tmp_path)
-    assert (found.kind, found.is_normalized) == (kind, is_normalized)
+    pooling = pooling_of(tmp_path)
+    assert (pooling.kind, pooling.is_normalized) == (kind, is_normalized)
 
 
 def test_prompts_and_text_limits_are_read(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_prompts_and_text_limits_are_read(tmp_path: Path) -> None:
         sentence_bert_config={"max_seq_length": 64, "do_lower_case": True},
         config_sentence_transformers={"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},
     )
-    found = pooling_of(tmp_path)
-    assert (found.max_tokens, found.lowers_text) == (64, True)
-    assert (found.prompts, found.default_prompt) == ({"query": "q: ", "document": ""}, "query")
+    pooling = pooling_of(tmp_path)
+    assert (pooling.max_tokens, pooling.lowers_text) == (64, True)
+    assert (pooling.prompts, pooling.default_prompt) == ({"query": "q: ", "document": ""}, "query")
 
 
 def test_default_pooling_is_mean_for_encoders_and_last_token_for_decoders(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_default_pooling_is_mean_for_encoders_and_last_token_for_decoders(tmp_pa
 def test_activation_of_a_cross_encoder_is_read(
     raw: dict[str, object], has_sigmoid: bool, num_labels: int, tmp_path: Path
 ) -> None:
-    found = pooling_of(tmp_path, architectures=["BertForSequenceClassification"], **raw)
-    assert (found.kind, found.is_normalized) == ("cls", False)
-    assert (found.has_sigmoid, found.num_labels) == (has_sigmoid, num_labels)
+    pooling = pooling_of(tmp_path, architectures=["BertForSequenceClassification"], **raw)
+    assert (pooling.kind, pooling.is_normalized) == ("cls", False)
+    assert (pooling.has_sigmoid, pooling.num_labels) == (has_sigmoid, num_labels)
 
 
 @pytest.mark.parametrize(

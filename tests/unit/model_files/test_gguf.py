@@ -329,11 +329,11 @@ def test_headers_of_the_gguf_package_are_read(tmp_path: Path) -> None:
         first, second = header.tensors
         file.seek(first.begin)
         assert file.read(first.num_bytes) == tensor.tobytes()
-    found = {key: item for key, item in header.metadata.items() if key in values}
-    texts, numbers = found["a.texts"], found["a.numbers"]
+    results = {key: item for key, item in header.metadata.items() if key in values}
+    texts, numbers = results["a.texts"], results["a.numbers"]
     assert isinstance(texts, gguf_header.GgufArray)
     assert isinstance(numbers, gguf_header.GgufArray)
-    assert {**found, "a.texts": texts.texts(), "a.numbers": list(numbers.numbers())} == values
+    assert {**results, "a.texts": texts.texts(), "a.numbers": list(numbers.numbers())} == values
     assert (first.name, first.shape, first.kind) == ("first", (3, 4), "F32")
     assert (second.name, second.shape, second.kind, second.num_bytes) == ("second", (2, 64), "Q8_0", 136)
 

@@ -59,10 +59,10 @@ def test_only_config_files_are_downloaded_for_a_plan(double: HubDouble, monkeypa
 
 
 def test_weight_shapes_are_read_from_headers(double: HubDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [{"a": np.zeros((2, 3), np.float32)}, {f"b.{each}": np.zeros(each, np.float16) for each in range(3000)}]
+    tensors = [{"a": np.zeros((2, 3), np.float32)}, {f"b.{size}": np.zeros(size, np.float16) for size in range(3000)}]
     files = {f"model-{number}.safetensors": save(named) for number, named in enumerate(tensors)}
     index = {"weight_map": {name: file for file, named in zip(files, tensors, strict=True) for name in named}}
-    shapes = {name: each.shape for named in tensors for name, each in named.items()}
+    shapes = {name: tensor.shape for named in tensors for name, tensor in named.items()}
     with pytest.raises(ValueError, match=r"'owner/name' has no \*.safetensors files; other formats are not read"):
         hub.weight_shapes("owner/name", revision=None)
     double.files = files | {"model.safetensors.index.json": json.dumps(index).encode()}

@@ -119,7 +119,7 @@ def test_a_named_function_is_called_once(name: str) -> None:
     texts = [walk(grammar, seed) for seed in range(8)]
     calls = [[part for part in parsed(form, text) if part[0] == "call"] for text, is_complete in texts if is_complete]
     assert calls
-    assert all(len(each) == 1 and each[0][1] == "get_time" and json.loads(each[0][2]) == {} for each in calls)
+    assert all(len(call) == 1 and call[0][1] == "get_time" and json.loads(call[0][2]) == {} for call in calls)
 
 
 @pytest.mark.parametrize("name", PARSERS)

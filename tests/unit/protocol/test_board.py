@@ -30,8 +30,8 @@ def test_the_board_lists_the_requests_of_steps_in_flight(
             flying.pop()
             board.forget()
         expected: dict[int, int] = {}
-        for one in flying:
-            for uid, end in one.items():
+        for row in flying:
+            for uid, end in row.items():
                 expected[uid] = max(end, expected.get(uid, 0))
         assert read_board(memory).keys() == expected.keys()
 

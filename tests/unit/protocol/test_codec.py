@@ -97,8 +97,8 @@ def test_a_frame_of_another_epoch_is_dropped() -> None:
 
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_a_frame_with_an_unexpected_number_means_that_one_is_lost(wrong: int) -> None:
-    one, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
-    frames = [bytes(one.encode([Abort([number])])) for number in range(4)]
+    encoder, other = FrameEncoder(EPOCH), FrameEncoder(EPOCH)
+    frames = [bytes(encoder.encode([Abort([number])])) for number in range(4)]
     decoder = FrameDecoder(EPOCH, time.monotonic)
     assert decoder.decode(frames[0]) == [Abort([0])]
     assert decoder.decode(other.encode([Abort([9])])) == [Abort([9])]
@@ -108,8 +108,8 @@ def test_a_frame_with_an_unexpected_number_means_that_one_is_lost(wrong: int) ->
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_damaged_frame_is_reported_missing_by_the_next_one(lost: int) -> None:
-    one = FrameEncoder(EPOCH)
-    frames = [bytes(one.encode([Abort([number])])) for number in range(5)]
+    encoder = FrameEncoder(EPOCH)
+    frames = [bytes(encoder.encode([Abort([number])])) for number in range(5)]
     decoder = FrameDecoder(EPOCH, time.monotonic)
     for frame in frames[:lost]:
         decoder.decode(frame)

@@ -139,7 +139,7 @@ def test_entries_have_the_texts_of_their_ids(rules: LogprobRules) -> None:
     ]
     plain = lists_of(rules, extras, 2, 3)
     wanting = LogprobRules(rules.start, rules.num_top, rules.token_ids, with_text=True)
-    lists = lists_of(wanting, [with_texts(each, wanting, "<{}>".format) for each in extras], 2, 3)
+    lists = lists_of(wanting, [with_texts(extra, wanting, "<{}>".format) for extra in extras], 2, 3)
     assert lists == {name: add_texts(entries) for name, entries in plain.items()}
 
 
@@ -163,7 +163,7 @@ def deep_lists() -> dict[str, Any]:
         ),
     ]
     assert len(extras) > 4
-    return lists_of(DEEP, [with_texts(each, DEEP, "<{}>".format) for each in extras], 400, 3)
+    return lists_of(DEEP, [with_texts(extra, DEEP, "<{}>".format) for extra in extras], 400, 3)
 
 
 @pytest.fixture
@@ -275,20 +275,20 @@ def test_a_step_with_large_extras_is_several_messages(max_bytes: int) -> None:
     whole = StepOutput(tokens, opened, [2, 4, 91], ended)
     parts = whole.parts(max_bytes)
     assert (len(parts) == 1) is (max_bytes == 10_000)
-    found: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     is_open: set[int] = set()
     for part in parts:
         own = {extra.uid for extra in part.tokens.extras}
         sizes = [len(extra.data) for extra in part.tokens.extras]
         assert sum(sizes) <= max_bytes or len(sizes) == 1
-        is_open |= {each.first_token.uid for each in part.opened}
+        is_open |= {request.first_token.uid for request in part.opened}
         assert {*part.tokens.uids, *own} & {*uids[:6]} <= is_open
-        assert not own & found.keys()  # its tokens are in the last message
+        assert not own & results.keys()  # its tokens are in the last message
         for uid, new in zip(part.tokens.uids, part.tokens.rows(), strict=True):
-            assert uid not in found
-            found[uid] = [new] if isinstance(new, int) else list(new)
+            assert uid not in results
+            results[uid] = [new] if isinstance(new, int) else list(new)
         assert {end.uid for end in part.ended} | {*part.preempted} <= {*part.tokens.uids, 90, 91}
-    assert found == dict(
+    assert results == dict(
         zip(uids, ([new] if isinstance(new, int) else list(new) for new in tokens.rows()), strict=True)
     )
     for name in ("opened", "preempted", "ended"):

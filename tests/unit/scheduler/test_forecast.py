@@ -23,12 +23,12 @@ CHUNK = 100
 
 
 def pace(step_s: float = 0.1, full_step_s: float = 1.0, admission_s: float = 0.0) -> Pace:
-    found = Pace(CHUNK)
-    found.note_step(step_s, 1)
-    found.note_step(full_step_s, CHUNK)
+    pace = Pace(CHUNK)
+    pace.note_step(step_s, 1)
+    pace.note_step(full_step_s, CHUNK)
     for number in range(200):
-        found.note_admission(number * admission_s, has_next=True)
-    return found
+        pace.note_admission(number * admission_s, has_next=True)
+    return pace
 
 
 def submit_of(max_new: int = 10, *, stop_ids: tuple[int, ...] = (), min_new: int = 0, **deadlines: float) -> Submit:
@@ -83,16 +83,16 @@ def test_without_measurements_no_request_is_refused(num_ahead: int, num_missing:
 
 @given(st.lists(st.tuples(st.floats(1e-4, 10), st.integers(0, 2 * CHUNK)), min_size=1, max_size=50))
 def test_the_estimate_of_a_step_is_at_most_the_newest_decode_step(steps: list[tuple[float, int]]) -> None:
-    found = Pace(CHUNK)
+    pace = Pace(CHUNK)
     for seconds, num_prompt_tokens in steps:
-        found.note_step(seconds, num_prompt_tokens)
+        pace.note_step(seconds, num_prompt_tokens)
     newest = [seconds for seconds, num_prompt_tokens in steps if 2 * num_prompt_tokens < CHUNK]
-    assert found.output_s(1) <= (newest[-1] if newest else 0.0)
+    assert pace.output_s(1) <= (newest[-1] if newest else 0.0)
 
 
 @pytest.mark.parametrize("is_waited", [True, False])
 def test_times_without_waiting_requests_do_not_count_for_the_pace_of_the_queue(is_waited: bool) -> None:
-    found = Pace(CHUNK)
+    pace = Pace(CHUNK)
     for number in range(100):
-        found.note_admission(60.0 * number, has_next=is_waited)
-    assert (found.queue_s(1) > 20) is is_waited
+        pace.note_admission(60.0 * number, has_next=is_waited)
+    assert (pace.queue_s(1) > 20) is is_waited

@@ -31,10 +31,10 @@ def submit(uid: int, parts: list[int | str], *, output: list[int] | None = None,
             token_ids += [PLACEHOLDER] * 6
         else:
             token_ids.append(part)
-    found = Submit(uid, token_ids, Sampling(0), Limits(max_new_tokens), TextRules(), media=media)
+    submit = Submit(uid, token_ids, Sampling(0), Limits(max_new_tokens), TextRules(), media=media)
     if output is not None:
-        found.continuation = Continuation(FirstToken(uid, 0, 0.0, 0.0), output)
-    return found
+        submit.continuation = Continuation(FirstToken(uid, 0, 0.0, 0.0), output)
+    return submit
 
 
 def scheduler(chunk_tokens: int = 64, num_pages: int = 64) -> Scheduler:
@@ -57,12 +57,12 @@ def step(of: Scheduler) -> StepPlan:
 
 def test_positions_of_images_have_ids_that_no_text_has() -> None:
     prompt = [1, 2, *[PLACEHOLDER] * 4, 3, *[PLACEHOLDER] * 2]
-    found = with_image_keys(prompt, [image(2, 4), image(7, 2, "b")])
-    assert found[:2] == [1, 2]
-    assert found[6] == 3
-    assert len({*found[2:6]}) == len({*found[7:]}) == 1
-    assert found[2] != found[7]
-    assert max(found[2:6] + found[7:]) < 0
+    keys = with_image_keys(prompt, [image(2, 4), image(7, 2, "b")])
+    assert keys[:2] == [1, 2]
+    assert keys[6] == 3
+    assert len({*keys[2:6]}) == len({*keys[7:]}) == 1
+    assert keys[2] != keys[7]
+    assert max(keys[2:6] + keys[7:]) < 0
     assert prompt[2] == PLACEHOLDER, "the prompt itself stays"
 
 
@@ -74,33 +74,33 @@ def test_rows_name_placeholders_and_output() -> None:
 
 
 def test_equal_images_share_pages_and_others_do_not() -> None:
-    found = scheduler()
+    world = scheduler()
     num_cached: dict[int, int] = {}
     for uid, parts in enumerate(([1, 2, "a", 3], [1, 2, "a", 4, 5], [1, 2, "b", 3], [1, 2, *[PLACEHOLDER] * 6, 3])):
-        found.requests.submit(submit(uid, list(parts), max_new_tokens=1))
-        plan = step(found)
+        world.requests.submit(submit(uid, list(parts), max_new_tokens=1))
+        plan = step(world)
         num_cached[uid] = plan.rows[0].start
         assert plan.new_rows[0].token_ids[2:8] == [PLACEHOLDER] * 6
         assert len(plan.new_rows[0].media) == (uid < 3)
     assert num_cached == {0: 0, 1: 8, 2: 0, 3: 0}
-    check_scheduler(found)
+    check_scheduler(world)
 
 
 def test_requests_about_one_image_wait_for_the_first() -> None:
-    found = scheduler()
+    world = scheduler()
     for uid in range(3):
-        found.requests.submit(submit(uid, [1, 2, "a", uid, uid], max_new_tokens=2))
-    assert [row.uid for row in step(found).rows] == [0]
-    assert [(row.uid, row.start) for row in step(found).rows] == [(0, 10), (1, 8), (2, 8)]
+        world.requests.submit(submit(uid, [1, 2, "a", uid, uid], max_new_tokens=2))
+    assert [row.uid for row in step(world).rows] == [0]
+    assert [(row.uid, row.start) for row in step(world).rows] == [(0, 10), (1, 8), (2, 8)]
 
 
 def test_a_step_begins_images_of_no_more_features_than_tokens() -> None:
-    found = scheduler(chunk_tokens=16)
+    world = scheduler(chunk_tokens=16)
     for uid, name in enumerate("abc"):
-        found.requests.submit(submit(uid, [uid, name, 8], max_new_tokens=1))
-    first = step(found)
+        world.requests.submit(submit(uid, [uid, name, 8], max_new_tokens=1))
+    first = step(world)
     assert [(row.uid, row.count) for row in first.rows] == [(0, 8), (1, 8)]
-    assert [(row.uid, row.count) for row in step(found).rows] == [(2, 8)]
+    assert [(row.uid, row.count) for row in step(world).rows] == [(2, 8)]
 
 
 def test_the_budget_of_images() -> None:

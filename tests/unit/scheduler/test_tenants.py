@@ -41,10 +41,10 @@ SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=5)
 def test_shares_differ_by_at_most_one_request_of_each_tenant(sizes: dict[str, list[int]], weights: list[float]) -> None:
     weight_of = dict(zip("abcd", weights, strict=True))
     given_to = shares(Tenants(weight_of), sizes, 60)
-    for one in sizes:
+    for size in sizes:
         for other in sizes:
-            most = max(sizes[one]) / weight_of[one] + max(sizes[other]) / weight_of[other]
-            assert abs(given_to[one] / weight_of[one] - given_to[other] / weight_of[other]) <= most + 1e-6
+            most = max(sizes[size]) / weight_of[size] + max(sizes[other]) / weight_of[other]
+            assert abs(given_to[size] / weight_of[size] - given_to[other] / weight_of[other]) <= most + 1e-6
 
 
 def test_many_requests_of_one_tenant_do_not_delay_another() -> None:

@@ -121,8 +121,8 @@ def test_plan_says_why_weights_would_be_refused(tmp_path: Path) -> None:
     refused = "there is a file for model_type 'llama'; but an engine would refuse to start: .*pytorch_model.bin, which"
     for words in (plan.reason, str(plan)):
         assert re.search(refused, words)
-    for found in (aioengine.plan(tmp_path, device_memory="80GiB", load_format="dummy"), aioengine.plan(device="cpu")):
-        assert "refuse" not in str(found)
+    for planned in (aioengine.plan(tmp_path, device_memory="80GiB", load_format="dummy"), aioengine.plan(device="cpu")):
+        assert "refuse" not in str(planned)
 
 
 def test_rest_includes_recurrent_states(tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ def test_rest_includes_recurrent_states(tmp_path: Path) -> None:
 def test_windows_save_memory_of_long_requests(tmp_path: Path) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 32768}
     whole = aioengine.plan(folder(tmp_path, **mistral, sliding_window=None), device_memory="40GiB")
-    found = aioengine.plan(folder(tmp_path, **mistral, sliding_window=4096), device_memory="40GiB")
-    assert found.kv_bytes_per_token == (4096 + 32) * whole.kv_bytes_per_token // 32768
-    assert found.max_requests == found.max_total_tokens // 32768 > 7 * whole.max_requests
-    assert "16.1 KiB a token" in str(found)
+    plan = aioengine.plan(folder(tmp_path, **mistral, sliding_window=4096), device_memory="40GiB")
+    assert plan.kv_bytes_per_token == (4096 + 32) * whole.kv_bytes_per_token // 32768
+    assert plan.max_requests == plan.max_total_tokens // 32768 > 7 * whole.max_requests
+    assert "16.1 KiB a token" in str(plan)
 
 
 def test_attention_backend_can_compute_the_model(tmp_path: Path) -> None:
@@ -260,9 +260,9 @@ def test_plan_downloads_headers_of_weights_for_transformers_code(
 def test_info_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(folder(tmp_path))
     assert main(["info", path, "--device-memory", "80GiB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == set(Plan.__struct_fields__)
-    assert found["context_length"] == 8192
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == set(Plan.__struct_fields__)
+    assert result["context_length"] == 8192
     assert main(["info", path, "--device-memory", "80GiB", "--context-length", "4096"]) == 0
     assert "4,096 tokens" in capsys.readouterr().out
     assert main(["info", "--device-memory", "80GiB"]) == 2
@@ -282,16 +282,16 @@ def test_plan_does_not_import_torch() -> None:
 
 def test_plan_has_the_sizes_of_one_rank(tmp_path: Path) -> None:
     path = folder(tmp_path)
-    one, two, sixteen = (
+    one_rank, two, sixteen = (
         aioengine.plan(path, device="cuda", device_memory="80GiB", tp_size=num_ranks) for num_ranks in (1, 2, 16)
     )
     norms = 2 * 65 * 4096
-    assert two.weights_bytes - norms == (one.weights_bytes - norms) // 2
-    assert two.kv_bytes_per_token == one.kv_bytes_per_token // 2
-    assert two.activations_bytes < one.activations_bytes
-    assert sixteen.kv_bytes_per_token == one.kv_bytes_per_token // 8  # a rank has at least one KV head
-    assert (one.tp_size, two.tp_size, two.num_parameters) == (1, 2, one.num_parameters)
-    assert two.max_total_tokens > one.max_total_tokens
+    assert two.weights_bytes - norms == (one_rank.weights_bytes - norms) // 2
+    assert two.kv_bytes_per_token == one_rank.kv_bytes_per_token // 2
+    assert two.activations_bytes < one_rank.activations_bytes
+    assert sixteen.kv_bytes_per_token == one_rank.kv_bytes_per_token // 8  # a rank has at least one KV head
+    assert (one_rank.tp_size, two.tp_size, two.num_parameters) == (1, 2, one_rank.num_parameters)
+    assert two.max_total_tokens > one_rank.max_total_tokens
     assert "2 ranks; sizes are of one rank" in str(two)
     with pytest.raises(ValueError, match="tp_size=3 does not work for this model: it has 32 attention heads, 8 KV"):
         aioengine.plan(path, device="cuda", device_memory="80GiB", tp_size=3)
@@ -312,5 +312,5 @@ def test_plan_counts_the_inboxes_of_two_ranks(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ranks_on_a_cpu_share_its_memory(tmp_path: Path) -> None:
-    one, two = (aioengine.plan(folder(tmp_path), device="cpu", device_memory="80GiB", tp_size=n) for n in (1, 2))
-    assert two.device_memory == one.device_memory // 2
+    one_rank, two = (aioengine.plan(folder(tmp_path), device="cpu", device_memory="80GiB", tp_size=n) for n in (1, 2))
+    assert two.device_memory == one_rank.device_memory // 2

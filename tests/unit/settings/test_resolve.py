@@ -36,14 +36,26 @@ def settings(model: ModelFacts = MODEL, machine: DeviceFacts = MACHINE, **argume
 
 
 def test_defaults_on_a_cpu() -> None:
-    found = settings()
-    assert (found.model.path, found.model.dtype, found.model.load_format) == ("/model", "bfloat16", "safetensors")
-    assert (found.model.context_length, found.scheduler.context_length, found.model.vocab_size) == (1000, 1000, 300)
-    assert (found.memory.page_size, found.memory.num_pages) == (16, None)
-    assert (found.scheduler.policy, found.scheduler.prefix_cache, found.scheduler.depth) == ("fcfs", True, 0)
-    assert 256 <= found.scheduler.chunk_tokens <= 512
-    assert (found.runner.device, found.runner.attention_backend, found.runner.num_threads) == ("cpu", "fused", 1)
-    assert (found.text.tokenizer_path, found.random_seed, found.log_level) == ("/words", 99, "error")
+    resolved = settings()
+    assert (resolved.model.path, resolved.model.dtype, resolved.model.load_format) == (
+        "/model",
+        "bfloat16",
+        "safetensors",
+    )
+    assert (resolved.model.context_length, resolved.scheduler.context_length, resolved.model.vocab_size) == (
+        1000,
+        1000,
+        300,
+    )
+    assert (resolved.memory.page_size, resolved.memory.num_pages) == (16, None)
+    assert (resolved.scheduler.policy, resolved.scheduler.prefix_cache, resolved.scheduler.depth) == ("fcfs", True, 0)
+    assert 256 <= resolved.scheduler.chunk_tokens <= 512
+    assert (resolved.runner.device, resolved.runner.attention_backend, resolved.runner.num_threads) == (
+        "cpu",
+        "fused",
+        1,
+    )
+    assert (resolved.text.tokenizer_path, resolved.random_seed, resolved.log_level) == ("/words", 99, "error")
 
 
 def test_tiny_models_use_one_thread() -> None:
@@ -74,8 +86,8 @@ def test_resolved_settings_have_no_auto_and_survive_encoding() -> None:
 def test_auto_dtype_is_the_dtype_of_the_weights_if_supported(
     wanted: str, checkpoint: str, has_bfloat16: bool, expected: str
 ) -> None:
-    found = settings(replace(MODEL, dtype=checkpoint), replace(MACHINE, cpu_bfloat16=has_bfloat16), dtype=wanted)
-    assert found.model.dtype == expected
+    actual = settings(replace(MODEL, dtype=checkpoint), replace(MACHINE, cpu_bfloat16=has_bfloat16), dtype=wanted)
+    assert actual.model.dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -91,8 +103,8 @@ def test_auto_dtype_is_the_dtype_of_the_weights_if_supported(
 )
 def test_auto_dtype_on_a_gpu_has_16_bits(is_encoder: bool, checkpoint: str, wanted: str, expected: str) -> None:
     model = replace(MODEL, is_encoder=is_encoder, is_causal=not is_encoder, dtype=checkpoint)
-    found = settings(model, replace(MACHINE, num_gpus=1, has_triton=True), dtype=wanted)
-    assert (found.model.dtype, found.model.checkpoint_dtype) == (expected, checkpoint)
+    actual = settings(model, replace(MACHINE, num_gpus=1, has_triton=True), dtype=wanted)
+    assert (actual.model.dtype, actual.model.checkpoint_dtype) == (expected, checkpoint)
 
 
 def test_sizes_affect_the_defaults_of_other_sizes() -> None:
@@ -146,10 +158,10 @@ def with_draft(draft: ModelFacts, model: ModelFacts = MODEL, **arguments: object
 def test_a_draft_model_has_its_own_settings() -> None:
     assert settings().runner.draft is None
     draft = replace(MODEL, path="small", is_latent=True, context_length=MODEL.context_length // 2)
-    found = with_draft(draft, speculative_draft_model_quantization="int8").runner.draft
-    assert found is not None
-    assert (found.model.path, found.model.context_length) == ("small", MODEL.context_length // 2)
-    assert (found.model.quantization, found.attention_backend) == ("int8", "torch")
+    draft_settings = with_draft(draft, speculative_draft_model_quantization="int8").runner.draft
+    assert draft_settings is not None
+    assert (draft_settings.model.path, draft_settings.model.context_length) == ("small", MODEL.context_length // 2)
+    assert (draft_settings.model.quantization, draft_settings.attention_backend) == ("int8", "torch")
 
 
 @pytest.mark.parametrize(
@@ -163,9 +175,9 @@ def test_a_draft_model_has_its_own_settings() -> None:
     ],
 )
 def test_a_draft_model_proposes_up_to_its_length(model: dict[str, Any], draft: dict[str, Any], max_length: int) -> None:
-    found = with_draft(replace(MODEL, **draft), replace(MODEL, **model)).runner.draft
-    assert found is not None
-    assert found.model.context_length == max_length
+    draft_settings = with_draft(replace(MODEL, **draft), replace(MODEL, **model)).runner.draft
+    assert draft_settings is not None
+    assert draft_settings.model.context_length == max_length
 
 
 @pytest.mark.parametrize(
@@ -199,11 +211,15 @@ def test_draft_models_that_cannot_propose_are_refused(
 
 def test_defaults_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
-    found = settings(machine=machine)
-    assert (found.runner.device, found.runner.attention_backend, found.scheduler.depth) == ("cuda", "flashinfer", 1)
-    assert (found.scheduler.chunk_tokens, found.scheduler.max_running) == (8192, 1024)
-    assert found.scheduler.decode_cost > 1
-    assert (found.runner.cuda_graph_max_rows, found.memory.mem_fraction_static) == (1024, 0.88)
+    resolved = settings(machine=machine)
+    assert (resolved.runner.device, resolved.runner.attention_backend, resolved.scheduler.depth) == (
+        "cuda",
+        "flashinfer",
+        1,
+    )
+    assert (resolved.scheduler.chunk_tokens, resolved.scheduler.max_running) == (8192, 1024)
+    assert resolved.scheduler.decode_cost > 1
+    assert (resolved.runner.cuda_graph_max_rows, resolved.memory.mem_fraction_static) == (1024, 0.88)
     assert settings(MODEL, machine, disable_overlap_schedule=True).scheduler.depth == 0
     assert settings(MODEL, machine, disable_cuda_graph=True).runner.cuda_graph_max_rows == 0
     assert settings(MODEL, machine, cuda_graph_max_bs=64).runner.cuda_graph_max_rows == 64
@@ -216,8 +232,8 @@ def test_smaller_embedders_have_larger_steps_on_a_gpu() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
     base = replace(MODEL, task="embed", is_causal=False, vocab_size=30_522, hidden_size=768, num_layers=12)
     large, largest = replace(base, hidden_size=1024, num_layers=24), replace(base, hidden_size=4096, num_layers=36)
-    found = [settings(model, machine).scheduler.chunk_tokens for model in (MODEL, base, large, largest)]
-    assert found == [8192, 31_744, 10_240, 8192]
+    results = [settings(model, machine).scheduler.chunk_tokens for model in (MODEL, base, large, largest)]
+    assert results == [8192, 31_744, 10_240, 8192]
     assert settings(base, machine, chunked_prefill_size=64).scheduler.chunk_tokens == 64
     assert settings(base, machine, device="cpu").scheduler.chunk_tokens == 512
 
@@ -226,8 +242,8 @@ def test_attention_backend_fits_the_model() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
 
     def backends(model: ModelFacts = MODEL, **arguments: object) -> tuple[str, str]:
-        found = settings(model, machine, **arguments).runner
-        return found.attention_backend, found.fallback_backend
+        runner = settings(model, machine, **arguments).runner
+        return runner.attention_backend, runner.fallback_backend
 
     assert backends() == ("flashinfer", "triton")
     assert backends(attention_backend="flashinfer") == ("flashinfer", "")
@@ -248,8 +264,8 @@ def test_deterministic_inference_chooses_batch_invariance() -> None:
     machine = replace(MACHINE, num_gpus=1, has_triton=True)
     on = {"enable_deterministic_inference": True}
     assert settings(MODEL, machine).runner.batch_invariant is False
-    found = settings(MODEL, machine, **on).runner
-    assert (found.batch_invariant, found.attention_backend) == (True, "triton")
+    runner = settings(MODEL, machine, **on).runner
+    assert (runner.batch_invariant, runner.attention_backend) == (True, "triton")
     assert settings(MODEL, machine, attention_backend="triton", **on).runner.attention_backend == "triton"
     for backend in ("flashinfer", "torch"):
         with pytest.raises(ValueError, match=f"attention_backend='{backend}'.*allowed: 'auto', 'triton'"):

@@ -54,12 +54,12 @@ def chunks_of(uid: int, token_ids: Sequence[int], *, begins: bool = False, ends:
 
 def ends_of(ledger: Ledger) -> list[End]:
     """Return the ends of requests that the ledger reports."""
-    return [end for one in ledger.take_reports() if isinstance(one, TextChunks) for end in one.ended]
+    return [end for message in ledger.take_reports() if isinstance(message, TextChunks) for end in message.ended]
 
 
 def lost_calls_of(ledger: Ledger) -> list[Reply]:
     """Return the control calls that the ledger reports as lost."""
-    return [one for one in ledger.take_reports() if isinstance(one, Reply)]
+    return [message for message in ledger.take_reports() if isinstance(message, Reply)]
 
 
 class World:
@@ -171,27 +171,27 @@ def test_ledger_keeps_deadlines_while_there_is_no_scheduler() -> None:
     assert ends_of(ledger) == []  # the scheduler expires the requests that it has
     ledger.crash({}, "", 0.0)
     ledger.expire(3.0)
-    assert [(one.uid, one.code, one.matched) for one in ends_of(ledger)] == [
+    assert [(end.uid, end.code, end.matched) for end in ends_of(ledger)] == [
         (1, FinishCode.DEADLINE, "total"),
         (3, FinishCode.DEADLINE, "first_token"),
     ]
     ledger.expire(9.0)
-    assert [(one.uid, one.matched) for one in ends_of(ledger)] == [(2, "queue")]
+    assert [(end.uid, end.matched) for end in ends_of(ledger)] == [(2, "queue")]
     assert ledger.num_open == 2
 
 
 def test_pinned_adapters_are_loaded_again_into_each_new_scheduler() -> None:
     world = World()
     adapters = [Adapter(number, f"a{number}", "/a", "", is_pinned=number != 2) for number in range(1, 5)]
-    loads = [Control(one.id, LOAD_ADAPTER, msgspec.structs.asdict(one)) for one in adapters]
+    loads = [Control(adapter.id, LOAD_ADAPTER, msgspec.structs.asdict(adapter)) for adapter in adapters]
     world.tell(*loads)
     for load in loads[:3]:
         world.ledger.controls.receive(Reply(load.call_id, True))
     world.ledger.controls.receive(Reply(4, False, "it cannot be read"))
     world.tell(Control(9, UNLOAD_ADAPTER, msgspec.structs.asdict(adapters[2])))
     world.crash()
-    again = [one for one in world.ledger.replay() if isinstance(one, Control)]
-    assert [(one.call_id, one.name, one.arguments["id"]) for one in again] == [(-1, LOAD_ADAPTER, 1)]
+    again = [message for message in world.ledger.replay() if isinstance(message, Control)]
+    assert [(message.call_id, message.name, message.arguments["id"]) for message in again] == [(-1, LOAD_ADAPTER, 1)]
 
 
 @pytest.mark.parametrize("is_sent", [False, True])

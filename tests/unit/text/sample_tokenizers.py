@@ -204,12 +204,12 @@ ALL_SAMPLES = [*TABLE_SAMPLES, wordpiece(cleanup=True), wordpiece(cleanup=False)
 
 def _unfinished_characters() -> set[bytes]:
     """Return all prefixes of the UTF-8 bytes of characters."""
-    found: set[bytes] = set()
+    results: set[bytes] = set()
     for code in range(0x80, 0x110000, 0x40):
         if not 0xD800 <= code < 0xE000:
             data = chr(code).encode()
-            found.update(data[:end] for end in range(1, len(data)))
-    return found
+            results.update(data[:end] for end in range(1, len(data)))
+    return results
 
 
 UNFINISHED = _unfinished_characters()
@@ -217,20 +217,20 @@ UNFINISHED = _unfinished_characters()
 
 def characters(data: bytes) -> list[tuple[str, int, int]]:
     """Return the characters of ``data`` with their first and last byte. Each maximal invalid part is U+FFFD."""
-    found: list[tuple[str, int, int]] = []
+    results: list[tuple[str, int, int]] = []
     start = 0
     while start < len(data):
         for size in (1, 2, 3, 4):
             try:
-                found.append((data[start : start + size].decode(), start, start + size))
+                results.append((data[start : start + size].decode(), start, start + size))
                 break
             except UnicodeDecodeError:
                 continue
         else:
             size = max((size for size in (1, 2, 3) if data[start : start + size] in UNFINISHED), default=1)
-            found.append(("\ufffd", start, min(len(data), start + size)))
-        start = found[-1][2]
-    return found
+            results.append(("\ufffd", start, min(len(data), start + size)))
+        start = results[-1][2]
+    return results
 
 
 def text_added(prompt: bytes, output: bytes) -> str:

@@ -23,9 +23,9 @@ stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     """Return the end of the first complete stop, and the stop. If several end there, take the longest."""
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if stop and text[:end].endswith(stop)]
-        if found:
-            return end, max(found, key=len)
+        results = [stop for stop in stops if stop and text[:end].endswith(stop)]
+        if results:
+            return end, max(results, key=len)
     return None
 
 

@@ -66,7 +66,7 @@ def test_start_removes_the_images_of_dead_engines(
     for directory in dead:
         os.close(directory._lock)  # the system does this when the process ends
     PrivateDirectory().remove()
-    assert [[str(found) for found in place.iterdir()] for place in (shared, temporary)] == [
+    assert [[str(path) for path in place.iterdir()] for place in (shared, temporary)] == [
         [directory.path] for directory in living
     ]
     for directory in living:

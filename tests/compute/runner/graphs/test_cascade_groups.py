@@ -30,8 +30,8 @@ def groups(
     return find_groups(pages, np.array(full), limits)
 
 
-def shown(found: list[CascadeGroup]) -> list[tuple[list[int], int]]:
-    return [(sorted(group.rows.tolist()), group.num_pages) for group in found]
+def shown(cascade_groups: list[CascadeGroup]) -> list[tuple[list[int], int]]:
+    return [(sorted(group.rows.tolist()), group.num_pages) for group in cascade_groups]
 
 
 def test_one_prefix_for_all() -> None:
@@ -68,15 +68,15 @@ def test_only_full_pages_are_shared() -> None:
 
 def test_groups_that_save_most_are_chosen() -> None:
     tables = [[10 * number + place for place in range(4 + number)] for number in range(1, 7) for _ in range(2)]
-    found = groups(tables)
-    assert [group.num_pages for group in found] == [10, 9, 8, 7]
+    cascade_groups = groups(tables)
+    assert [group.num_pages for group in cascade_groups] == [10, 9, 8, 7]
 
 
 def test_nested_prefixes_of_many_lengths() -> None:
     tables = [list(range(1, 2 + row)) for row in range(300)]
-    found = groups(tables, CascadeLimits(min_rows=10, min_saved=50, max_groups=4))
-    assert found
-    check(tables, found)
+    cascade_groups = groups(tables, CascadeLimits(min_rows=10, min_saved=50, max_groups=4))
+    assert cascade_groups
+    check(tables, cascade_groups)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -84,14 +84,16 @@ def test_rows_of_a_group_share_its_pages(seed: int) -> None:
     generator = np.random.default_rng(seed)
     stems = [generator.integers(1, 4, 6).tolist() for _ in range(3)]
     tables = [[*stems[generator.integers(3)][: generator.integers(1, 7)], 100 + row] for row in range(30)]
-    found = groups(tables)
-    check(tables, found)
-    assert [group.num_saved for group in found] == sorted((group.num_saved for group in found), reverse=True)
+    cascade_groups = groups(tables)
+    check(tables, cascade_groups)
+    assert [group.num_saved for group in cascade_groups] == sorted(
+        (group.num_saved for group in cascade_groups), reverse=True
+    )
 
 
-def check(tables: list[list[int]], found: list[CascadeGroup]) -> None:
+def check(tables: list[list[int]], cascade_groups: list[CascadeGroup]) -> None:
     seen: set[int] = set()
-    for group in found:
+    for group in cascade_groups:
         rows = group.rows.tolist()
         assert not seen & set(rows)
         seen |= set(rows)
@@ -114,16 +116,16 @@ def test_rows_of_a_group_are_adjacent() -> None:
     inputs = InputBuilder(table, page_size=16, num_embeddings=100)
     rows = inputs.columns_of([Row(uid, 60, 1, TOKENS) for uid in pages])
     prefixes = SharedPrefixes(table, WORTH, page_size=16)
-    found = prefixes.find(rows)
-    assert found is not None
-    assert found.order.tolist() == [0, 2, 3, 1, 4]
-    assert found.order[found.inverse.numpy()].tolist() == [0, 1, 2, 3, 4]
-    assert found.num_shared.tolist() == [3, 3, 3, 0, 0]
-    assert found.pages.row_ends.tolist() == [3]
-    assert found.pages.num_pages.tolist() == [3]
-    assert found.pages.page_ids.tolist() == [2, 3, 4]  # pages in the pool, after the padding page
+    cascade_groups = prefixes.find(rows)
+    assert cascade_groups is not None
+    assert cascade_groups.order.tolist() == [0, 2, 3, 1, 4]
+    assert cascade_groups.order[cascade_groups.inverse.numpy()].tolist() == [0, 1, 2, 3, 4]
+    assert cascade_groups.num_shared.tolist() == [3, 3, 3, 0, 0]
+    assert cascade_groups.pages.row_ends.tolist() == [3]
+    assert cascade_groups.pages.num_pages.tolist() == [3]
+    assert cascade_groups.pages.page_ids.tolist() == [2, 3, 4]  # pages in the pool, after the padding page
     later = inputs.columns_of([Row(uid, 61, 1, TOKENS) for uid in pages])
-    assert prefixes.find(later) is found, "the search is not repeated for the same rows"
+    assert prefixes.find(later) is cascade_groups, "the search is not repeated for the same rows"
     assert prefixes.find(inputs.columns_of([Row(uid, 61, 1, TOKENS) for uid in (1, 4)])) is None
     table.close(0)
     table.open(NewRow(9, Sampling(9), 60, [1] * 60, [30, 31, 32, 33]))  # in the same row of the table

@@ -109,8 +109,8 @@ def test_runner_returns_the_same_vectors_with_graphs(folder: Path, kind: str) ->
         graphs.capture(64, lambda *_: None)
     world.runner.prompt_graphs = graphs
     for wanted, prompts in zip(expected, (PROMPTS, [[7], [8]]), strict=True):
-        for before, found in zip(wanted, world.vectors_of(prompts), strict=True):
-            torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-5)
+        for before, actual in zip(wanted, world.vectors_of(prompts), strict=True):
+            torch.testing.assert_close(actual, before, rtol=1e-4, atol=1e-5)
 
 
 @torch.inference_mode()

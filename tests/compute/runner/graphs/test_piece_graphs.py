@@ -56,7 +56,7 @@ class Recorded(TorchDispatchMode):
 
 
 def tensors(given: object) -> list[Tensor]:
-    return [each for each in (given if isinstance(given, tuple | list) else [given]) if isinstance(each, Tensor)]
+    return [value for value in (given if isinstance(given, tuple | list) else [given]) if isinstance(value, Tensor)]
 
 
 class Piecewise(TorchAttention):
@@ -122,8 +122,8 @@ def test_replayed_steps_match_plain_attention(model: Model, spec: InputSpec) -> 
         reference.prepare(batch)
         expected = model.forward(inputs, reference)
         assert graphs.fits(batch, len(rows))
-        found = graphs.replay(inputs, batch, len(rows))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual = graphs.replay(inputs, batch, len(rows))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(pool[:, :, 1:], expected_pool[:, :, 1:], rtol=1e-4, atol=1e-5)
         assert pool[:, :, PADDING_PAGE].isfinite().all()
 

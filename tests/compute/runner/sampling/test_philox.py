@@ -58,5 +58,5 @@ def test_cached_numbers_equal_computed_numbers() -> None:
         row_indices = generator.permutation(9)[:num_rows]
         seeds = generator.integers(0, 3, num_rows).astype(np.uint64)
         positions = generator.integers(0, 60, num_rows)
-        found = table.take(row_indices, seeds, positions)
-        assert found.tolist() == uniforms(seeds, positions).tolist()
+        numbers = table.take(row_indices, seeds, positions)
+        assert numbers.tolist() == uniforms(seeds, positions).tolist()

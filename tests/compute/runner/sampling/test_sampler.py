@@ -114,12 +114,12 @@ def test_one_of_the_tokens_is_drawn_if_all_are_suppressed(sampling: dict[str, fl
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_logits_fail_only_their_row(value: float) -> None:
     logits = random_logits(2 * len(MIXTURE))
-    samplings = [each for each in MIXTURE for _ in range(2)]
+    samplings = [sampling for sampling in MIXTURE for _ in range(2)]
     expected = sample(logits, samplings)
     logits[1::2, 17] = value
-    found = sample(logits, samplings)
-    assert found[0::2] == expected[0::2]
-    assert found[1::2] == [FAILED] * len(MIXTURE)
+    actual = sample(logits, samplings)
+    assert actual[0::2] == expected[0::2]
+    assert actual[1::2] == [FAILED] * len(MIXTURE)
 
 
 def test_a_row_without_any_token_fails() -> None:
@@ -179,10 +179,10 @@ def test_stop_tokens_are_not_sampled_before_min_new_tokens() -> None:
     logits[:, 7] = 60.0
     samplings = [Sampling(0, temperature=0.0, min_new_tokens=2, suppressed_token_ids=(7,))] * 3
     prompts = [[1, 2], [1, 2, 3], [1, 2, 3, 4]]  # two are the prompt: 0, 1 and 2 output tokens
-    found = sample(logits, samplings, prompts)
-    assert found[0] != 7
-    assert found[1] != 7
-    assert found[2] == 7
+    token_ids = sample(logits, samplings, prompts)
+    assert token_ids[0] != 7
+    assert token_ids[1] != 7
+    assert token_ids[2] == 7
 
 
 def test_bias_adds_to_the_logits() -> None:

@@ -76,10 +76,10 @@ def test_kept_set_is_the_defined_one(width: int, kind: str) -> None:
     p = rows_of_probabilities(width)[kind].numpy()
     for top_k, top_p, min_p in RULES:
         expected = naive_kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
-        found = kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
+        actual = kept(p, top_k=top_k, top_p=top_p, min_p=min_p)
         # the histogram adds in another order, so that sums may differ in the last bit
-        assert abs(int(found.sum()) - int(expected.sum())) <= (1 if top_p < 1.0 else 0), (top_k, top_p, min_p)
-        assert (found <= expected).all() or (expected <= found).all()
+        assert abs(int(actual.sum()) - int(expected.sum())) <= (1 if top_p < 1.0 else 0), (top_k, top_p, min_p)
+        assert (actual <= expected).all() or (expected <= actual).all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -118,7 +118,7 @@ def test_steps_begin_before_the_drafts_of_the_step_before_are_accepted(
         head = draft if draft in storms.LAYERS else ""
         layers = storms.LAYERS.get(draft, ())
         settings[1] = with_draft(settings[1], folders[draft], max_drafts=3, head=head, read_layers=layers)
-    storms.compare(*(storms.run(each, submits, seed=2) for each in settings))
+    storms.compare(*(storms.run(case, submits, seed=2) for case in settings))
     stats = graph_worlds[0].core.scheduler.stats(0.0)
     assert sum(followed) > 10
     assert draft != "equal" or stats.num_accepted_drafts > 0.95 * stats.num_proposed_drafts

@@ -223,7 +223,7 @@ def test_texts_are_encoded_beside_drafts(folders: dict[str, Path], draft: str) -
     for uid, kind in enumerate([RequestKind.POOL, RequestKind.SCORE] * 8, start=2):
         score = LogprobRules(start=-1, num_top=0, token_ids=(5, 6)) if kind is RequestKind.SCORE else None
         submits.append(Submit(uid, [uid, *range(20)], Sampling(uid), Limits(1), TextRules(), kind=kind, logprobs=score))
-    plain, storm = (run(each, submits, seed=3) for each in settings)
+    plain, storm = (run(case, submits, seed=3) for case in settings)
     compare(plain, storm)
     assert all(storm.world.extras[uid] for uid in range(2, 18) if uid not in storm.cut)
     assert storm.world.core.scheduler.stats(0.0).num_proposed_drafts > 0

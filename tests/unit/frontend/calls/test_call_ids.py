@@ -29,9 +29,9 @@ def test_an_id_is_free_as_soon_as_its_call_is_over(ids: CallIds) -> None:
     first.is_over = True
     second = open_call(ids, "c", rid="x_1")
     ids.free(first)
-    found = ids.find("x_1")
-    assert found is not None
-    assert found[0] is second
+    owner = ids.find("x_1")
+    assert owner is not None
+    assert owner[0] is second
     assert ids.find("x") is None
 
 
@@ -39,9 +39,9 @@ def test_id_stays_that_of_its_call_if_a_row_of_a_batch_has_the_same_id(ids: Call
     first = open_call(ids, "c", rid="x_1")
     second = open_call(ids, ["a", "b"], rid="x")
     for owner in (first, second):
-        found = ids.find("x_1")
-        assert found is not None
-        assert found[0] is owner
+        entry = ids.find("x_1")
+        assert entry is not None
+        assert entry[0] is owner
         ids.free(owner)
 
 
@@ -78,7 +78,7 @@ def test_id_of_an_attachable_call_stays_in_use(ids: CallIds) -> None:
 def test_an_id_with_numbers_at_its_end_finds_the_rows_of_a_batch(ids: CallIds) -> None:
     open_call(ids, ["a", "b"], rid="x", sampling_params={"n": 2})
     open_call(ids, "c", rid="x_9_y")
-    rows = {rid: list(found[1]) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (found := ids.find(rid)) is not None}
+    rows = {rid: list(owner[1]) for rid in ("x", "x_1", "x_1_0", "x_9_y") if (owner := ids.find(rid)) is not None}
     assert rows == {"x": [0, 1, 2, 3], "x_1": [2, 3], "x_1_0": [2], "x_9_y": [0]}
     for odd in (
         "",
@@ -99,13 +99,13 @@ def _word_of_state(output: int) -> int:
     """Return the word in the state of a Mersenne Twister (the generator of ``random``) for one of its outputs."""
     word = output ^ output >> 18
     word ^= word << 15 & 0xEFC60000
-    found = word
+    state = word
     for _ in range(4):
-        found = word ^ found << 7 & 0x9D2C5680
-    word = found
+        state = word ^ state << 7 & 0x9D2C5680
+    word = state
     for _ in range(2):
-        found = word ^ found >> 11
-    return found & 0xFFFFFFFF
+        state = word ^ state >> 11
+    return state & 0xFFFFFFFF
 
 
 def test_random_ids_cannot_be_predicted_from_earlier_ones(ids: CallIds) -> None:

@@ -149,16 +149,16 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
     world = World(1)
     world.deliver(frame([0], 0, ends=True))
     world.call.request.gives_batch = is_batch
-    found = world.reader.result()
-    assert found is not None
-    assert world.reader.result() is found
-    answer: Any = found[0] if is_batch else found
+    result = world.reader.result()
+    assert result is not None
+    assert world.reader.result() is result
+    answer: Any = result[0] if is_batch else result
     answer["watched"] = watched = Entry()
     freed = weakref.ref(watched)
     gc.disable()  # a collection is needed, because parts of a call refer to each other
     try:
         call = world.call
-        del world, watched, found, answer
+        del world, watched, result, answer
         assert freed() is None
         assert call.is_over
     finally:

@@ -36,7 +36,7 @@ def searched(seed: int, **options: Any) -> list[tuple[float, list[int]]]:
 
 def all_outputs(seed: int, length: int, penalty: float, min_new_tokens: int) -> list[tuple[float, list[int]]]:
     """Return all outputs with their scores, best first."""
-    found = []
+    results = []
     for size in range(1, length + 1):
         for token_ids in product(range(NUM_TOKENS), repeat=size):
             is_stopped = token_ids[-1] == STOP and size > min_new_tokens
@@ -47,8 +47,8 @@ def all_outputs(seed: int, length: int, penalty: float, min_new_tokens: int) -> 
             ):
                 continue
             total = sum(logprobs_of(seed, token_ids[:i])[token] for i, token in enumerate(token_ids))
-            found.append((total / size**penalty, list(token_ids)))
-    return sorted(found, reverse=True)
+            results.append((total / size**penalty, list(token_ids)))
+    return sorted(results, reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -56,10 +56,10 @@ def all_outputs(seed: int, length: int, penalty: float, min_new_tokens: int) -> 
 @pytest.mark.parametrize("min_new_tokens", [0, 2])
 def test_wide_search_returns_the_best_of_all_outputs(seed: int, penalty: float, min_new_tokens: int) -> None:
     width = NUM_TOKENS**3
-    found = searched(seed, width=width, max_new_tokens=4, length_penalty=penalty, min_new_tokens=min_new_tokens)
+    actual = searched(seed, width=width, max_new_tokens=4, length_penalty=penalty, min_new_tokens=min_new_tokens)
     expected = all_outputs(seed, 4, penalty, min_new_tokens)
-    assert [token_ids for _, token_ids in found] == [token_ids for _, token_ids in expected[:width]]
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected[:width]])
+    assert [token_ids for _, token_ids in actual] == [token_ids for _, token_ids in expected[:width]]
+    assert [score for score, _ in actual] == pytest.approx([score for score, _ in expected[:width]])
 
 
 def test_one_beam_is_greedy_decoding() -> None:

@@ -89,9 +89,9 @@ def test_only_long_texts_are_checked_before_encoding() -> None:
     encoder = Encoder(tokenizer, TextSizes(max_tokens=1000, longest_token=100))
     assert [len(ids) for ids in tokenizer.encode_batch(["x" * 100])] == [50]
     tokenizer.num_characters = 0
-    found = encoder._encode_texts(["x" * 4000, "x" * 200_000], EncodeRules())  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(found[0], list)
-    assert isinstance(found[1], RequestTooLargeError)
+    encoded = encoder._encode_texts(["x" * 4000, "x" * 200_000], EncodeRules())  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(encoded[0], list)
+    assert isinstance(encoded[1], RequestTooLargeError)
     encoder.close()
 
 
@@ -112,12 +112,12 @@ class Watched(Pairs):
 async def test_a_full_batch_of_texts_is_encoded_while_more_arrive() -> None:
     tokenizer = Watched()
     encoder = Encoder(tokenizer)
-    found: list[int] = []
+    results: list[int] = []
     ended = asyncio.Event()
 
     def done(encoded: list[Encoded], _seconds: float) -> None:
-        found.extend(len(ids) for ids in encoded if isinstance(ids, list))
-        if len(found) == 10:
+        results.extend(len(ids) for ids in encoded if isinstance(ids, list))
+        if len(results) == 10:
             ended.set()
 
     def ask(size: int) -> None:
@@ -130,7 +130,7 @@ async def test_a_full_batch_of_texts_is_encoded_while_more_arrive() -> None:
     ask(102)
     await ended.wait()
     assert tokenizer.batches == [4, 4, 2]
-    assert found == [*((BATCH_BYTES // 4 + number + 1) // 2 for number in range(8)), 50, 51]
+    assert results == [*((BATCH_BYTES // 4 + number + 1) // 2 for number in range(8)), 50, 51]
     encoder.close()
 
 

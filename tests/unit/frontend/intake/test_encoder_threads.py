@@ -63,10 +63,10 @@ class Answers:
 
     def ask(self, *prompts: CheckedPrompt, then: Callable[[], object] = list) -> None:
         """Add a job. ``then`` is called with the answer, and may raise."""
-        found = self.answers[len(self.answers)] = []
+        results = self.answers[len(self.answers)] = []
 
         def done(encoded: list[Encoded], _seconds: float) -> None:
-            found.append(encoded)
+            results.append(encoded)
             then()
 
         self.encoder.encode(EncodeJob(prompts, done))
@@ -77,8 +77,8 @@ class Answers:
             while not all(self.answers.values()):  # noqa: ASYNC110  # jobs have no event
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)  # a second answer could arrive in this time
-        assert {len(found) for found in self.answers.values()} == {1}
-        return [found[0] for found in self.answers.values()]
+        assert {len(value) for value in self.answers.values()} == {1}
+        return [value[0] for value in self.answers.values()]
 
 
 def text(words: str) -> TextPrompt:
@@ -175,8 +175,8 @@ async def test_every_job_is_answered_once_and_in_order(jobs: list[list[str]]) ->
     answers = Answers(Fragile())
     for texts in jobs:
         answers.ask(*map(text, texts))
-    for texts, found in zip(jobs, await answers.all() if jobs else [], strict=True):
-        assert [ids if isinstance(ids, list) else "bad" for ids in found] == [
+    for texts, encoded in zip(jobs, await answers.all() if jobs else [], strict=True):
+        assert [ids if isinstance(ids, list) else "bad" for ids in encoded] == [
             "bad" if "bad" in words else [*words.encode()] for words in texts
         ]
     answers.encoder.close()

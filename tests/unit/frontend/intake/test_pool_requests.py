@@ -19,9 +19,9 @@ def texts(request: object) -> list[tuple[str, str | None]]:
 
 
 def test_encode_accepts_a_text_or_a_list() -> None:
-    one = encode_request("a text", None, {"dimensions": 3, "normalize": False, "truncate": True, "prompt_name": "q"})
-    assert (one.is_batch, texts(one)) == (False, [("a text", None)])
-    assert one.pooled == Pooled(is_normalized=False, dimensions=3, truncates=True, prompt_name="q")
+    single = encode_request("a text", None, {"dimensions": 3, "normalize": False, "truncate": True, "prompt_name": "q"})
+    assert (single.is_batch, texts(single)) == (False, [("a text", None)])
+    assert single.pooled == Pooled(is_normalized=False, dimensions=3, truncates=True, prompt_name="q")
     many = encode_request(["a", "", "é"], None, {})
     assert (many.is_batch, texts(many)) == (True, [("a", None), ("", None), ("é", None)])
     assert encode_request(None, [[1, 2], [3]], {}).num_prompts == 2

@@ -75,8 +75,8 @@ def test_subclasses_of_list_and_tuple_are_accepted(other: Callable[[Any], Any]) 
     for params in OTHER_PARAMS:
         [(name, values)] = params.items()
         assert SamplingParams(**{name: other(values)}) == SamplingParams(**params)
-        one = generate_request(["a"], [{name: other(values)}], None, stream=False, options={})
-        assert one.params == [SamplingParams(**params)]
+        single = generate_request(["a"], [{name: other(values)}], None, stream=False, options={})
+        assert single.params == [SamplingParams(**params)]
     options = {"rid": other("xy"), "cache_salt": other("vw")}
     batch = generate_request(other("ab"), other([None, None]), None, stream=False, options=options)
     assert [prompt.text for prompt in batch.prompts if isinstance(prompt, TextPrompt)] == ["a", "b"]
