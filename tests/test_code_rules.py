@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 
-import pytest
-
 from tests.kit.source import Module, classes, functions, module, modules
 
 MAX_FILE_LINES = 600
@@ -107,24 +105,15 @@ def test_broad_excepts_raise_or_use_the_error() -> None:
     assert [line for file in modules() for line in hiding_excepts(file)] == []
 
 
-@pytest.mark.parametrize(("text", "is_mixin"), [("class A(B, C): ...", True), ("class A(B, Protocol): ...", False)])
-def test_mixins_are_detected(text: str, is_mixin: bool) -> None:
-    assert bool(mixins(module("text/x.py", text))) is is_mixin
-
-
-def test_long_files_missing_annotations_and_hiding_excepts_are_detected() -> None:
-    bad = "def f(a, b: int) -> None:\n  try: pass\n  except Exception: pass\n  try: pass\n  except: pass\n"
-    good = "def f() -> None:\n  try: pass\n  except Exception as e: print(e)\n  except BaseException: raise\n"
-    assert long_files((module("x.py", "x = 1\n" * 601), module("y.py", "x = 1\n" * 600))) == {"x.py"}
-    assert unannotated(module("x.py", bad)) == ["x.py:f: a"]
-    assert hiding_excepts(module("x.py", bad)) == ["x.py:3", "x.py:5"]
-    assert hiding_excepts(module("x.py", good)) == []
-
-
 def test_attributes_that_are_set_are_read() -> None:
     assert unread_attributes(modules()) == set()
 
 
-def test_unread_attributes_are_detected() -> None:
-    text = "class A:\n def f(self):\n  self.is_old, self.is_new = False, True\n  return self.is_new"
-    assert unread_attributes((module("a.py", text),)) == {"is_old"}
+def test_violations_are_detected() -> None:
+    bad = "def f(a, b: int) -> None:\n  try: pass\n  except Exception: pass\n"
+    unread = "class A:\n def f(self):\n  self.is_old, self.is_new = False, True\n  return self.is_new"
+    assert long_files((module("x.py", "x = 1\n" * 601),)) == {"x.py"}
+    assert mixins(module("x.py", "class A(B, C): ...")) == ["x.py:A"]
+    assert unannotated(module("x.py", bad)) == ["x.py:f: a"]
+    assert hiding_excepts(module("x.py", bad)) == ["x.py:3"]
+    assert unread_attributes((module("x.py", unread),)) == {"is_old"}

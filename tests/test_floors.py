@@ -217,58 +217,29 @@ def imported_modules(of: Module, names: set[str], *, with_typing: bool) -> set[s
     return {name for name in modules_of_package if name and name != of.name}
 
 
-@pytest.mark.parametrize(("with_typing", "found"), [(False, {"b", "c"}), (True, {"a", "b", "c"})])
-def test_a_circle_is_found(with_typing: bool, found: set[str]) -> None:
+@pytest.mark.parametrize(("with_typing", "names"), [(False, {"b", "c"}), (True, {"a", "b", "c"})])
+def test_import_cycles_are_detected(with_typing: bool, names: set[str]) -> None:
     files = [
         module("a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from aioengine import b"),
         module("b.py", "from aioengine.c import f\nfrom aioengine import a"),
-        module("c.py", "import aioengine.b\nfrom aioengine.d import g"),
-        module("d.py", "import os"),
+        module("c.py", "import aioengine.b"),
     ]
-    assert circles(files, with_typing=with_typing) == {f"aioengine.{name}" for name in found}
+    assert circles(files, with_typing=with_typing) == {f"aioengine.{name}" for name in names}
 
 
 @pytest.mark.parametrize(
-    ("place", "text", "word"),
+    ("place", "text", "error"),
     [
-        ("text/stop.py", "import torch", "torch"),
-        ("text/stop.py", "from aioengine.memory.radix import RadixTree", "memory"),
-        ("memory/radix.py", "from aioengine.scheduler.request import Request", "above"),
-        ("scheduler/core.py", "import asyncio", "asyncio"),
-        ("scheduler/core.py", "def f():\n    import time", "time"),
-        ("transport/zmq.py", "import torch", "torch"),
-        ("transport/zmq.py", "from aioengine.tokenization.tokenizer import Tokenizer", "floor 2t"),
-        ("runner/sampling/sampler.py", "import zmq", "zmq"),
-        ("runner/sampling/sampler.py", "from aioengine.scheduler.request import Request", "StepPlan, Row"),
-        ("models/gemma3.py", "from aioengine.runner.rows import Rows", "above"),
-        ("api/engine.py", "import torch", "torch"),
-        ("api/engine.py", "from aioengine.runner.rows import Rows", "floor 2"),
-        ("api/stream.py", "from aioengine.api.engine import AsyncEngine", "above"),
-        ("supervision/ledger.py", "from aioengine.transport.base import BacklogFullError", "floor 2'"),
-        ("supervision/routing.py", "import asyncio", "asyncio"),
+        ("text/stop.py", "import torch", "may not import torch"),
+        ("scheduler/core.py", "def f():\n    import time", "may not import time"),
+        ("supervision/routing.py", "import asyncio", "may not import asyncio"),
         ("errors.py", "from aioengine import Engine", "package root"),
-        ("settings/config.py", "from aioengine.settings.resolve import resolve", "above"),
-        ("openai/router.py", "from aioengine.memory.radix import RadixTree", "floor 1"),
+        ("memory/radix.py", "from aioengine.scheduler.request import Request", "beside or above it"),
+        ("api/engine.py", "from aioengine.runner.rows import Rows", "may not import floor 2"),
+        ("runner/sampling/sampler.py", "from aioengine.scheduler.request import Request", "StepPlan, Row"),
         ("surprise.py", "import os", "no floor"),
     ],
 )
-def test_a_wrong_import_is_found(place: str, text: str, word: str) -> None:
+def test_wrong_import_is_detected(place: str, text: str, error: str) -> None:
     (line,) = violations(module(place, text))
-    assert word in line
-
-
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        ("runner/sampling/sampler.py", "from aioengine.scheduler.plan import StepPlan\nimport torch"),
-        ("processes/scheduler_process.py", "import torch, zmq, asyncio\nfrom aioengine.runner.rows import Rows"),
-        (
-            "api/engine.py",
-            "import asyncio\nfrom aioengine.api import args\nfrom aioengine.supervision.tasks import x",
-        ),
-        ("settings/resolve.py", "from aioengine.settings.config import Settings"),
-        ("testing/harness.py", "import torch, zmq\nfrom aioengine.api.engine import AsyncEngine"),
-    ],
-)
-def test_a_right_import_is_not(place: str, text: str) -> None:
-    assert violations(module(place, text)) == []
+    assert error in line

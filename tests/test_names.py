@@ -127,34 +127,15 @@ def test_no_two_files_have_the_same_name() -> None:
     ("place", "text"),
     [
         ("text/x.py", "class PageManager: ..."),
-        ("text/x.py", "class StopProcessor: ..."),
-        ("text/x.py", "class Utils: ..."),
         ("text/x.py", "def f(req): ..."),
-        ("text/x.py", "max_seq = 1"),
         ("text/x.py", "self.attn_mask = 1"),
         ("text/x.py", "import a as ctx"),
+        ("scheduler/req.py", ""),
         ("memory/x.py", "block_table = []"),
-        ("scheduler/x.py", "def retract(): ..."),
-        ("scheduler/x.py", "class A:\n    is_prefill: bool = True"),
         ("scheduler/x.py", "rid = 1"),
         ("settings/config.py", "class A:\n    enable_cache: bool = True"),
         ("text/x.py", "n_pages = 1"),
-        ("scheduler/req.py", ""),
     ],
 )
-def test_a_wrong_name_is_found(place: str, text: str) -> None:
+def test_wrong_name_is_detected(place: str, text: str) -> None:
     assert len(wrong_names(module(place, text))) == 1
-
-
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        ("runner/x.py", "class LogitsProcessor: ..."),
-        ("api/engine.py", "rid = 1"),
-        ("models/x.py", "names = {'self_attn.q_proj': 1}\nrequest = sequence = token = processing = 1"),
-        ("layers/x.py", "block = transformer_block = 1"),
-        ("text/x.py", "x.extend([1])"),
-    ],
-)
-def test_a_right_name_is_not(place: str, text: str) -> None:
-    assert wrong_names(module(place, text)) == []
