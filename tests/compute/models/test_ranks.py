@@ -116,25 +116,29 @@ def test_four_ranks_return_the_logits_of_one(four_ranks: RankThreads, case: str)
 
 
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen2_moe some layers", "qwen3_moe some layers", "olmoe", "gpt_oss", "granitemoe"]
+    ("config_type", "fields"),
+    [
+        *(
+            pytest.param(EXPERTS[name][0], {**EXPERT_SIZES, **EXPERTS[name][1]}, id=name)
+            for name in ("mixtral", "qwen2_moe some layers", "qwen3_moe some layers", "olmoe", "gpt_oss", "granitemoe")
+        ),
+        *(
+            pytest.param(LATENT[name][0], {**LATENT_SIZES, **LATENT[name][1]}, id=name)
+            for name in ("youtu", "minicpm3", "deepseek_v2")
+        ),
+    ],
 )
-def test_two_ranks_have_a_part_of_each_expert(two_ranks: RankThreads, case: str, tmp_path: Path) -> None:
-    config_type, changes = EXPERTS[case]
-    theirs = random_model(config_type(**{**EXPERT_SIZES, **changes}))
+def test_two_ranks_divide_experts_and_latent_attention(
+    two_ranks: RankThreads, config_type: type[PreTrainedConfig], fields: dict[str, object], tmp_path: Path
+) -> None:
+    """Each rank has a part of each expert, and the whole latent attention."""
+    theirs = random_model(config_type(**fields))
     theirs.save_pretrained(tmp_path)
     check_ranks(two_ranks, theirs, tmp_path)
 
 
 def test_two_ranks_have_a_part_of_each_mxfp4_expert(two_ranks: RankThreads, tmp_path: Path) -> None:
     check_ranks(two_ranks, save_mxfp4(tmp_path, intermediate_size=64), tmp_path)
-
-
-@pytest.mark.parametrize("case", ["youtu", "minicpm3", "deepseek_v2"])
-def test_ranks_have_whole_latent_attention(two_ranks: RankThreads, case: str, tmp_path: Path) -> None:
-    config_type, changes = LATENT[case]
-    theirs = random_model(config_type(**{**LATENT_SIZES, **changes}))
-    theirs.save_pretrained(tmp_path)
-    check_ranks(two_ranks, theirs, tmp_path)
 
 
 @pytest.mark.parametrize("make", [make_config, make_newer, make_lfm2, make_granite])
