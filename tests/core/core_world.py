@@ -281,3 +281,10 @@ def random_requests(rng: random.Random, *, count: int, max_prompt: int, max_outp
             )
         )
     return submits
+
+
+def small_world(
+    depth: int = 0, num_pages: int = 64, *, faults: Faults | None = None, **settings: int | str | bool
+) -> World:
+    """Return a world with four tokens per page, whose model samples no end token."""
+    return World(settings_of(depth=depth, **settings), num_pages, page_size=4, model=NO_EOS, faults=faults)

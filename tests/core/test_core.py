@@ -13,16 +13,10 @@ from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import SchedulerSettings
 from aioengine.testing.fake_runner import FakeRunner, FakeTicket
 from aioengine.testing.faults import Faults, InjectedFault
-from tests.core.core_world import MODEL, NO_EOS, World, settings_of, submit_of
+from tests.core.core_world import MODEL, World, settings_of, small_world, submit_of
 from tests.kit.integrity import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
-
-
-def world_of(
-    *, depth: int = 0, num_pages: int = 64, faults: Faults | None = None, **changes: int | str | bool
-) -> World:
-    return World(settings_of(depth=depth, **changes), num_pages, 4, NO_EOS, faults)
 
 
 def code_of(world: World, uid: int) -> tuple[FinishCode, int | str | None]:
@@ -33,7 +27,7 @@ def code_of(world: World, uid: int) -> tuple[FinishCode, int | str | None]:
 
 
 def test_an_idle_core_has_nothing_to_do() -> None:
-    world = world_of()
+    world = small_world()
     assert not world.core.has_work
     assert world.step() is None
     assert world.core.requests.next_deadline() is None
@@ -41,7 +35,7 @@ def test_an_idle_core_has_nothing_to_do() -> None:
 
 def test_depth_is_the_number_of_steps_in_flight_before_the_newest() -> None:
     for depth in (0, 1, 2):
-        world = world_of(depth=depth)
+        world = small_world(depth=depth)
         world.submit(submit_of(1, [1, 2, 3]))
         outputs = [world.step() for _ in range(depth + 1)]
         assert outputs[:-1] == [None] * depth
@@ -50,7 +44,7 @@ def test_depth_is_the_number_of_steps_in_flight_before_the_newest() -> None:
 
 
 def test_the_first_output_of_a_request_opens_it() -> None:
-    world = world_of(chunk_tokens=4)
+    world = small_world(chunk_tokens=4)
     world.now = 5.0
     world.submit(submit_of(1, list(range(10)), limits=Limits(max_new_tokens=2)))
     outputs = [world.step() for _ in range(4)]
@@ -78,7 +72,7 @@ def test_first_tokens_are_timed_by_the_clock_after_the_step() -> None:
 
 
 def test_plans_survive_encoding_and_decoding() -> None:
-    world = world_of(num_pages=30)
+    world = small_world(num_pages=30)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=Limits(max_new_tokens=60)) for uid in range(4)])
     world.run()
     codec = msgspec.msgpack.Decoder(StepPlan)
@@ -90,7 +84,7 @@ def test_plans_survive_encoding_and_decoding() -> None:
 def test_planning_is_deterministic() -> None:
     plans: list[list[StepPlan]] = []
     for _ in range(2):
-        world = world_of(num_pages=30, depth=1)
+        world = small_world(num_pages=30, depth=1)
         world.submit(*[submit_of(uid, [1] * uid + [2], limits=Limits(max_new_tokens=40)) for uid in range(9)])
         world.run()
         plans.append(world.runner.plans)
@@ -98,7 +92,7 @@ def test_planning_is_deterministic() -> None:
 
 
 def test_decode_rows_come_first_and_carry_no_tokens() -> None:
-    world = world_of(chunk_tokens=8, num_pages=200)
+    world = small_world(chunk_tokens=8, num_pages=200)
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=50)))
     world.step()
     world.submit(submit_of(2, [3] * 300))
@@ -110,7 +104,7 @@ def test_decode_rows_come_first_and_carry_no_tokens() -> None:
 
 
 def test_decode_cost_is_how_many_tokens_a_decode_row_counts_for() -> None:
-    world = world_of(chunk_tokens=64, decode_cost=5, num_pages=2000)
+    world = small_world(chunk_tokens=64, decode_cost=5, num_pages=2000)
     world.submit(*[submit_of(uid, [1, 2], limits=Limits(max_new_tokens=50)) for uid in range(6)])
     world.step()
     world.submit(submit_of(9, [3] * 300))
@@ -119,7 +113,7 @@ def test_decode_cost_is_how_many_tokens_a_decode_row_counts_for() -> None:
 
 
 def test_short_prompt_does_not_wait_for_a_long_prompt() -> None:
-    world = world_of(chunk_tokens=64, num_pages=2000)
+    world = small_world(chunk_tokens=64, num_pages=2000)
     world.submit(submit_of(1, [1] * 3000), submit_of(2, [2] * 3000), submit_of(3, [3] * 20, arrived_at=1.0))
     for _ in range(3):
         world.step()
@@ -128,7 +122,7 @@ def test_short_prompt_does_not_wait_for_a_long_prompt() -> None:
 
 
 def test_short_prompt_is_not_split() -> None:
-    world = world_of(chunk_tokens=320, num_pages=2000, max_running=32)
+    world = small_world(chunk_tokens=320, num_pages=2000, max_running=32)
     world.submit(
         *[submit_of(uid, [uid] * 20) for uid in range(1, 16)], submit_of(16, [16] * 19), submit_of(17, [17] * 20)
     )
@@ -139,7 +133,7 @@ def test_short_prompt_is_not_split() -> None:
 
 
 def test_short_prompt_is_split_rather_than_wait_for_long_prompts() -> None:
-    world = world_of(chunk_tokens=320, decode_cost=50, num_pages=4000, max_running=16)
+    world = small_world(chunk_tokens=320, decode_cost=50, num_pages=4000, max_running=16)
     world.submit(*[submit_of(uid, [uid] * 2, limits=Limits(max_new_tokens=100)) for uid in range(1, 7)])
     world.step()
     world.submit(submit_of(7, [7] * 3000), submit_of(8, [8] * 3000))
@@ -150,7 +144,7 @@ def test_short_prompt_is_split_rather_than_wait_for_long_prompts() -> None:
 
 
 def test_only_a_few_prompts_are_partly_computed_at_a_time() -> None:
-    world = world_of(chunk_tokens=512, num_pages=8000)
+    world = small_world(chunk_tokens=512, num_pages=8000)
     world.submit(*[submit_of(uid, [uid] * 2000, arrived_at=uid) for uid in range(10)])
     world.submit(submit_of(99, [99] * 3, arrived_at=99.0))
     world.step()
@@ -164,7 +158,7 @@ def test_only_a_few_prompts_are_partly_computed_at_a_time() -> None:
 
 
 def test_max_new_tokens_zero_ends_at_once_without_computing() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=0)))
     assert world.core.has_work
     world.run()
@@ -174,7 +168,7 @@ def test_max_new_tokens_zero_ends_at_once_without_computing() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_and_others_run() -> None:
-    world = world_of(context_length=128)
+    world = small_world(context_length=128)
     world.submit(
         submit_of(1, [1] * 5000),
         submit_of(2, [1, 2]),
@@ -198,14 +192,14 @@ def test_a_request_that_can_never_fit_is_refused_and_others_run() -> None:
 
 
 def test_uid_of_an_open_request_is_refused() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, [1, 2]))
     with pytest.raises(ValueError, match="uid 1 was submitted twice"):
         world.core.requests.submit(submit_of(1, [1, 2]))
 
 
 def test_aborting_unknown_uids_does_nothing() -> None:
-    world = world_of()
+    world = small_world()
     world.abort([5, 6])
     assert not world.core.has_work
 
@@ -214,7 +208,7 @@ def test_aborting_unknown_uids_does_nothing() -> None:
 @pytest.mark.parametrize("num_steps", range(7))
 @pytest.mark.parametrize("code", [FinishCode.ABORT, FinishCode.STOP, FinishCode.SHUTDOWN, FinishCode.FAILED])
 def test_an_abort_frees_all_pages_at_once_in_every_state(depth: int, num_steps: int, code: FinishCode) -> None:
-    world = world_of(depth=depth, chunk_tokens=4, max_running=2)
+    world = small_world(depth=depth, chunk_tokens=4, max_running=2)
     world.submit(*[submit_of(uid, [uid] * 10, limits=Limits(max_new_tokens=30)) for uid in range(4)])
     for _ in range(num_steps):
         world.step()
@@ -229,7 +223,7 @@ def test_an_abort_frees_all_pages_at_once_in_every_state(depth: int, num_steps: 
 
 @DEPTHS
 def test_a_running_request_keeps_its_text_at_the_deadline(depth: int) -> None:
-    world = world_of(depth=depth)
+    world = small_world(depth=depth)
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=99, deadlines={"total": 10.0})))
     assert world.core.requests.next_deadline() == 10.0
     world.run()
@@ -239,7 +233,7 @@ def test_a_running_request_keeps_its_text_at_the_deadline(depth: int) -> None:
 
 
 def test_expired_waiting_requests_are_never_computed() -> None:
-    world = world_of(max_running=1)
+    world = small_world(max_running=1)
     world.submit(submit_of(1, [1], limits=Limits(max_new_tokens=20)))
     world.step()
     world.submit(
@@ -270,7 +264,7 @@ def run_with_arrivals(world: World) -> None:
 @pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_failed_step_ends_its_requests_and_later_requests_run(depth: int, hook: str, step: int) -> None:
-    world = world_of(depth=depth, faults=Faults(**{hook: step}))
+    world = small_world(depth=depth, faults=Faults(**{hook: step}))
     world.submit(*[submit_of(uid, [uid, 1], limits=Limits(max_new_tokens=20)) for uid in range(3)])
     for _ in range(step + depth):
         world.step()
@@ -287,7 +281,7 @@ def test_a_failed_step_ends_its_requests_and_later_requests_run(depth: int, hook
 @DEPTHS
 @pytest.mark.parametrize("hook", ["raise_at", "collect_raise_at"])
 def test_repeated_step_failures_are_raised(depth: int, hook: str) -> None:
-    world = world_of(depth=depth, faults=Faults(**{hook: 2, "raise_times": 99}))
+    world = small_world(depth=depth, faults=Faults(**{hook: 2, "raise_times": 99}))
     world.submit(*[submit_of(uid, [uid]) for uid in range(3)])
     with pytest.raises(InjectedFault):
         run_with_arrivals(world)
@@ -295,7 +289,7 @@ def test_repeated_step_failures_are_raised(depth: int, hook: str) -> None:
 
 
 def test_a_successful_step_resets_the_count_of_failures() -> None:
-    world = world_of(faults=Faults(raise_at=2, raise_times=MAX_FAILURES - 1))
+    world = small_world(faults=Faults(raise_at=2, raise_times=MAX_FAILURES - 1))
     for uid in range(12):
         world.submit(submit_of(uid, [uid], limits=Limits(max_new_tokens=2)))
         world.step()
@@ -305,7 +299,7 @@ def test_a_successful_step_resets_the_count_of_failures() -> None:
 
 
 def test_next_launch_closes_requests_after_a_failed_launch() -> None:
-    world = world_of(faults=Faults(raise_at=4))
+    world = small_world(faults=Faults(raise_at=4))
     world.submit(submit_of(1, [1], limits=Limits(max_new_tokens=3)), submit_of(2, [2], limits=Limits(max_new_tokens=9)))
     world.run()
     world.submit(submit_of(3, [3]))
@@ -317,13 +311,13 @@ def test_next_launch_closes_requests_after_a_failed_launch() -> None:
 
 def test_a_failed_step_does_not_end_requests_that_were_preempted_since() -> None:
     submits = [submit_of(uid, [uid], limits=Limits(max_new_tokens=60)) for uid in range(3)]
-    world = world_of(depth=1, num_pages=20)
+    world = small_world(depth=1, num_pages=20)
     world.submit(*submits)
     while not world.preempted:
         world.step()
     preempted, step = world.preempted[0], len(world.runner.plans) - 1
     assert preempted in {row.uid for row in world.rows_of(step)}
-    world = world_of(depth=1, num_pages=20, faults=Faults(collect_raise_at=step))
+    world = small_world(depth=1, num_pages=20, faults=Faults(collect_raise_at=step))
     world.submit(*submits)
     world.run()
     assert {uid for uid, ended in world.ended.items() if ended.code is FinishCode.LENGTH} == {preempted}
@@ -332,7 +326,7 @@ def test_a_failed_step_does_not_end_requests_that_were_preempted_since() -> None
 
 @DEPTHS
 def test_a_failed_row_ends_only_its_request(depth: int) -> None:
-    world = world_of(depth=depth, faults=Faults(fail_row_at=3))
+    world = small_world(depth=depth, faults=Faults(fail_row_at=3))
     world.submit(*[submit_of(uid, [uid], limits=Limits(max_new_tokens=9)) for uid in range(3)])
     world.run()
     assert [world.ended[uid].code for uid in range(3)] == [FinishCode.FAILED, FinishCode.LENGTH, FinishCode.LENGTH]
@@ -342,7 +336,7 @@ def test_a_failed_row_ends_only_its_request(depth: int) -> None:
 
 
 def test_pages_of_a_failed_row_are_not_cached() -> None:
-    world = world_of(chunk_tokens=8, faults=Faults(fail_row_at=5))
+    world = small_world(chunk_tokens=8, faults=Faults(fail_row_at=5))
     world.submit(submit_of(1, [1] * 17, limits=Limits(max_new_tokens=1)))
     world.run()
     world.submit(submit_of(2, [1] * 16 + [2] * 13))
@@ -359,7 +353,7 @@ def test_pages_of_a_failed_row_are_not_cached() -> None:
 
 @DEPTHS
 def test_a_paused_core_launches_nothing_but_keeps_deadlines(depth: int) -> None:
-    world = world_of(depth=depth)
+    world = small_world(depth=depth)
     world.submit(
         submit_of(1, [1], limits=Limits(max_new_tokens=30)),
         submit_of(2, [2], limits=Limits(max_new_tokens=30, deadlines={"total": 8.0})),
@@ -380,7 +374,7 @@ def test_a_paused_core_launches_nothing_but_keeps_deadlines(depth: int) -> None:
 
 
 def test_clearing_the_cache_drops_pages_that_no_request_uses() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, [1] * 9, limits=Limits(max_new_tokens=1)))
     world.run()
     world.submit(submit_of(2, [2] * 9, limits=Limits(max_new_tokens=50)))
@@ -395,7 +389,7 @@ def test_clearing_the_cache_drops_pages_that_no_request_uses() -> None:
 
 
 def test_stats_count_requests_tokens_and_pages() -> None:
-    world = world_of(max_running=2)
+    world = small_world(max_running=2)
     world.submit(*[submit_of(uid, [uid] * 5, limits=Limits(max_new_tokens=3)) for uid in range(3)])
     world.step()
     stats = world.core.scheduler.stats(9.0)
@@ -408,7 +402,7 @@ def test_stats_count_requests_tokens_and_pages() -> None:
 
 
 def test_outputs_survive_encoding_and_decoding() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=1)))
     output = world.step()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
@@ -421,7 +415,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_nothing_is_kept_of_thousands_of_ended_requests() -> None:
-    world = world_of(max_running=8, prefix_cache=False)
+    world = small_world(max_running=8, prefix_cache=False)
     for uid in range(3000):
         limits = Limits(max_new_tokens=1 + uid % 3, deadlines={"total": 1e9, "queue": 1e9})
         world.submit(submit_of(uid, [uid % 50], limits=limits))

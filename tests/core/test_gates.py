@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 from aioengine.protocol.messages import FinishCode, Limits, Submit
 from aioengine.scheduler.planner import MAX_LATER
 from aioengine.scheduler.request import Gate
-from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+from tests.core.core_world import World, random_requests, small_world, submit_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 NAMED = [Gate.SUSPENDED, Gate.GRAMMAR]
 KEEPING = [gate for gate in NAMED if gate.keeps_pages]
-
-
-def world_of(depth: int = 0, num_pages: int = 64, **settings: int | bool) -> World:
-    return World(settings_of(depth=depth, **settings), num_pages=num_pages, page_size=4, model=NO_EOS)
 
 
 def gates_of(world: World, uid: int) -> frozenset[Gate]:
@@ -32,7 +28,7 @@ def gates_of(world: World, uid: int) -> frozenset[Gate]:
 @DEPTHS
 @pytest.mark.parametrize("gate", NAMED)
 def test_a_gate_closed_at_submission_holds_a_request_until_it_opens(depth: int, gate: Gate) -> None:
-    world = world_of(depth)
+    world = small_world(depth)
     world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5]))
     world.close_gate([1], gate)
     world.run()
@@ -51,7 +47,7 @@ def test_a_gate_closed_at_submission_holds_a_request_until_it_opens(depth: int, 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_a_running_request_with_a_closed_gate_keeps_its_pages(depth: int, num_steps: int) -> None:
     """From the middle of its prompt (three chunks) to the middle of its output."""
-    world = world_of(depth, chunk_tokens=8)
+    world = small_world(depth, chunk_tokens=8)
     world.submit(submit_of(1, list(range(20))))
     for _ in range(num_steps):
         world.step()
@@ -71,7 +67,7 @@ def test_a_running_request_with_a_closed_gate_keeps_its_pages(depth: int, num_st
 
 def test_each_gate_keeps_or_frees_the_pages_of_its_request() -> None:
     for gate in NAMED:
-        world = world_of()
+        world = small_world()
         world.submit(submit_of(1, list(range(20))))
         world.step()
         world.close_gate([1], gate)
@@ -86,7 +82,7 @@ def test_each_gate_keeps_or_frees_the_pages_of_its_request() -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 def test_a_request_runs_only_when_all_its_gates_are_open(depth: int, num_steps: int) -> None:
-    world = world_of(depth)
+    world = small_world(depth)
     world.submit(submit_of(1, list(range(10))))
     for _ in range(num_steps):
         world.step()
@@ -102,7 +98,7 @@ def test_a_request_runs_only_when_all_its_gates_are_open(depth: int, num_steps: 
 
 
 def test_opening_a_gate_that_is_open_changes_nothing() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, list(range(10))))
     for gate in NAMED:
         world.open_gate([1], gate)
@@ -115,7 +111,7 @@ def test_opening_a_gate_that_is_open_changes_nothing() -> None:
 @DEPTHS
 @pytest.mark.parametrize("gate", KEEPING)
 def test_a_preempted_request_waits_until_its_gate_opens(depth: int, gate: Gate) -> None:
-    world = world_of(depth, num_pages=12)
+    world = small_world(depth, num_pages=12)
     world.submit(submit_of(1, [1] * 8, limits=Limits(max_new_tokens=36)), submit_of(2, [2] * 4))
     for _ in range(3):
         world.step()
@@ -132,7 +128,7 @@ def test_a_preempted_request_waits_until_its_gate_opens(depth: int, gate: Gate) 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
 @pytest.mark.parametrize("gate", NAMED)
 def test_aborts_and_deadlines_end_requests_with_a_closed_gate(num_steps: int, gate: Gate) -> None:
-    world = world_of(chunk_tokens=8)
+    world = small_world(chunk_tokens=8)
     late = submit_of(2, list(range(20)), limits=Limits(max_new_tokens=30, deadlines={"total": 9.5}))
     world.submit(submit_of(1, list(range(20, 40))), late)
     for _ in range(num_steps):
@@ -151,7 +147,7 @@ def test_aborts_and_deadlines_end_requests_with_a_closed_gate(num_steps: int, ga
 
 
 def test_while_a_held_request_has_all_pages_the_core_is_idle() -> None:
-    world = world_of(1, num_pages=8)
+    world = small_world(1, num_pages=8)
     world.submit(submit_of(1, list(range(24))))
     world.step()
     world.close_gate([1], Gate.GRAMMAR)
@@ -172,7 +168,7 @@ def test_while_a_held_request_has_all_pages_the_core_is_idle() -> None:
 
 
 def test_waiting_requests_run_when_a_held_request_that_has_all_pages_ends() -> None:
-    world = world_of(num_pages=8)
+    world = small_world(num_pages=8)
     world.submit(submit_of(1, list(range(24))))
     world.step()
     world.close_gate([1], Gate.GRAMMAR)
@@ -185,7 +181,7 @@ def test_waiting_requests_run_when_a_held_request_that_has_all_pages_ends() -> N
 
 
 def test_a_new_request_runs_while_all_others_are_held() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, [1, 2, 3]))
     world.step()
     world.close_gate([1], Gate.GRAMMAR)
@@ -200,7 +196,7 @@ def test_a_new_request_runs_while_all_others_are_held() -> None:
 
 @DEPTHS
 def test_prefix_of_a_held_request_can_be_shared(depth: int) -> None:
-    world = world_of(depth)
+    world = small_world(depth)
     prompt = list(range(20))
     world.submit(submit_of(1, prompt), submit_of(2, [*prompt, 7]))
     world.step()
@@ -214,7 +210,7 @@ def test_prefix_of_a_held_request_can_be_shared(depth: int) -> None:
 
 
 def test_requests_that_wait_for_a_held_prefix_do_not_block_others() -> None:
-    world = world_of(num_pages=1024, chunk_tokens=16)
+    world = small_world(num_pages=1024, chunk_tokens=16)
     prefix = [(7 * index) % 50 for index in range(64)]
     count = MAX_LATER + 9
     world.submit(*[submit_of(uid, [*prefix, uid % 50, uid // 50], arrived_at=0.0) for uid in range(count)])
@@ -232,7 +228,7 @@ def test_requests_that_wait_for_a_held_prefix_do_not_block_others() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_gate_closed_at_launch_keeps_a_request_out_of_overlapped_steps(depth: int) -> None:
     """Its gate closes with each launch and opens with each token; the other request is in every step."""
-    world = world_of(depth)
+    world = small_world(depth)
     world.submit(submit_of(1, [1, 2, 3]), submit_of(2, [4, 5], limits=Limits(max_new_tokens=40)))
     steps_of: dict[int, list[int]] = {1: [], 2: []}
     while world.core.has_work:
@@ -276,7 +272,7 @@ storms = st.builds(
 @given(storm=storms)
 def test_random_gates_and_aborts_change_no_token_and_leak_no_page(depth: int, storm: GateStorm) -> None:
     rng = random.Random(storm.seed)
-    world = world_of(
+    world = small_world(
         depth,
         storm.num_pages,
         max_running=storm.max_running,

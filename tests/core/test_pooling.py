@@ -15,14 +15,10 @@ from aioengine.scheduler.plan import NOTHING, TOKENS, VECTOR, NewRow, Row, StepP
 from aioengine.scheduler.request import Gate
 from aioengine.testing.fake_runner import FakeRunner
 from aioengine.testing.faults import Faults
-from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+from tests.core.core_world import NO_EOS, random_requests, small_world, submit_of
 from tests.kit.integrity import check_scheduler
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
-
-
-def world_of(depth: int = 0, num_pages: int = 64, *, faults: Faults | None = None, **settings: int | bool) -> World:
-    return World(settings_of(depth=depth, **settings), num_pages, page_size=4, model=NO_EOS, faults=faults)
 
 
 def pooled(submit: Submit, *, max_new: int = 0) -> Submit:
@@ -33,7 +29,7 @@ def pooled(submit: Submit, *, max_new: int = 0) -> Submit:
 @DEPTHS
 @pytest.mark.parametrize("max_new", [0, 8])
 def test_pooling_request_returns_a_vector_and_no_token(depth: int, max_new: int) -> None:
-    world = world_of(depth)
+    world = small_world(depth)
     world.submit(pooled(submit_of(1, list(range(10))), max_new=max_new))
     world.run()
     assert [row.outputs for plan in world.runner.plans for row in plan.rows] == [VECTOR]
@@ -46,7 +42,7 @@ def test_pooling_request_returns_a_vector_and_no_token(depth: int, max_new: int)
 
 @DEPTHS
 def test_only_the_last_chunk_of_the_prompt_returns_the_vector(depth: int) -> None:
-    world = world_of(depth, chunk_tokens=8)
+    world = small_world(depth, chunk_tokens=8)
     world.submit(pooled(submit_of(1, list(range(30)))))
     world.run()
     rows = [row for plan in world.runner.plans for row in plan.rows]
@@ -56,7 +52,7 @@ def test_only_the_last_chunk_of_the_prompt_returns_the_vector(depth: int) -> Non
 
 @DEPTHS
 def test_pooling_and_generating_requests_share_steps_and_prefixes(depth: int) -> None:
-    world = world_of(depth, chunk_tokens=16)
+    world = small_world(depth, chunk_tokens=16)
     prompt = list(range(24))
     world.submit(submit_of(1, prompt), pooled(submit_of(2, prompt)), submit_of(3, [7, 8]), pooled(submit_of(4, [7, 9])))
     world.run()
@@ -67,7 +63,7 @@ def test_pooling_and_generating_requests_share_steps_and_prefixes(depth: int) ->
 
 
 def test_pooling_request_is_planned_once() -> None:
-    world = world_of(1, chunk_tokens=32)
+    world = small_world(1, chunk_tokens=32)
     world.submit(pooled(submit_of(1, [1] * 4)), submit_of(2, [2] * 80), submit_of(3, [3] * 50))
     world.step()
     world.step()
@@ -80,7 +76,7 @@ def test_pooling_request_is_planned_once() -> None:
 @DEPTHS
 def test_a_pooling_prompt_may_fill_the_context_and_the_pool(depth: int) -> None:
     for num_pages, context_length in [(64, 32), (8, 4096)]:
-        world = world_of(depth, num_pages, context_length=context_length)
+        world = small_world(depth, num_pages, context_length=context_length)
         world.submit(*[pooled(submit_of(uid, list(range(size)))) for uid, size in [(1, 32), (2, 33)]])
         world.run()
         assert {uid: end.code for uid, end in world.ended.items()} == {1: FinishCode.STOP, 2: FinishCode.TOO_LARGE}
@@ -89,7 +85,7 @@ def test_a_pooling_prompt_may_fill_the_context_and_the_pool(depth: int) -> None:
 
 @DEPTHS
 def test_a_pooling_request_preempted_within_its_prompt_gives_its_vector(depth: int) -> None:
-    world = world_of(depth, num_pages=20, chunk_tokens=16)
+    world = small_world(depth, num_pages=20, chunk_tokens=16)
     world.submit(submit_of(1, [1] * 4, limits=Limits(max_new_tokens=50)))
     world.step()
     world.submit(pooled(submit_of(2, [2] * 40)))
@@ -105,7 +101,7 @@ def test_a_pooling_request_preempted_within_its_prompt_gives_its_vector(depth: i
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(6))
 def test_gates_and_aborts_of_pooling_requests_leak_no_page(depth: int, num_steps: int) -> None:
-    world = world_of(depth, chunk_tokens=8)
+    world = small_world(depth, chunk_tokens=8)
     world.submit(pooled(submit_of(1, list(range(20)))), pooled(submit_of(2, list(range(5, 25)))))
     for _ in range(num_steps):
         world.step()
@@ -119,7 +115,7 @@ def test_gates_and_aborts_of_pooling_requests_leak_no_page(depth: int, num_steps
 
 
 def test_a_failed_row_of_a_pooling_request_ends_only_that_request() -> None:
-    world = world_of(faults=Faults(fail_row_at=1))
+    world = small_world(faults=Faults(fail_row_at=1))
     world.submit(pooled(submit_of(1, [1, 2])), pooled(submit_of(2, [3, 4])))
     world.run()
     assert {uid: end.code for uid, end in world.ended.items()} == {1: FinishCode.FAILED, 2: FinishCode.STOP}
@@ -128,7 +124,7 @@ def test_a_failed_row_of_a_pooling_request_ends_only_that_request() -> None:
 
 
 def test_a_result_without_the_vector_fails_that_request() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(pooled(submit_of(1, [1, 2])))
     plan = world.scheduler.schedule(0.0)
     assert plan is not None
@@ -158,7 +154,7 @@ def test_random_mixes_of_pooling_and_generating_requests_give_the_reference(
     depth: int, *, seed: int, num_pages: int, max_running: int, chunk_tokens: int, prefix_cache: bool
 ) -> None:
     rng = random.Random(seed)
-    world = world_of(
+    world = small_world(
         depth,
         num_pages,
         max_running=max_running,

@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 
 from aioengine.protocol.messages import Limits
-from tests.core.core_world import NO_EOS, World, settings_of, submit_of
+from tests.core.core_world import NO_EOS, World, settings_of, small_world, submit_of
 
 LONG = Limits(max_new_tokens=200)
 
 
-def world_of(num_pages: int, *, depth: int = 0, **changes: int | str | bool) -> World:
-    return World(settings_of(depth=depth, **changes), num_pages, 4, NO_EOS)
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_the_newest_request_is_preempted_and_gives_the_same_tokens(depth: int) -> None:
-    world = world_of(60, depth=depth)
+    world = small_world(num_pages=60, depth=depth)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(4)])
     world.run()
     world.check_all_over()
@@ -28,7 +24,7 @@ def test_the_newest_request_is_preempted_and_gives_the_same_tokens(depth: int) -
 
 
 def test_the_lowest_priority_is_preempted_first() -> None:
-    world = world_of(60)
+    world = small_world(num_pages=60)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, priority=uid, arrived_at=uid) for uid in range(4)])
     world.run()
     world.check_all_over()
@@ -38,7 +34,7 @@ def test_the_lowest_priority_is_preempted_first() -> None:
 
 def test_a_preempted_request_reuses_its_cached_pages() -> None:
     """The pages of the preempted request are cached. Only evicted pages are computed again."""
-    world = world_of(60)
+    world = small_world(num_pages=60)
     world.submit(*[submit_of(uid, [uid, 1, 2], limits=LONG, arrived_at=uid) for uid in range(2)])
     while not world.preempted:
         world.step()
@@ -72,7 +68,7 @@ def test_requests_run_at_least_16_steps_between_admission_and_preemption(page_si
 
 
 def test_a_single_request_may_fill_the_pool() -> None:
-    world = world_of(10)
+    world = small_world(num_pages=10)
     world.submit(submit_of(1, [1, 2, 3], limits=Limits(max_new_tokens=500)))
     world.run()
     assert len(world.outputs[1]) == 37

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.protocol.messages import Continuation, End, FinishCode, FirstToken, Limits, Submit, TextOpened
-from tests.core.core_world import NO_EOS, World, settings_of, submit_of
+from tests.core.core_world import World, small_world, submit_of
 from tests.core.test_storms import Storm, storms
 
 
@@ -60,7 +60,7 @@ def test_requests_can_be_submitted_again_after_forget_all(storm: Storm, num_step
 
 
 def test_forget_all_keeps_the_prefix_cache() -> None:
-    world = World(settings_of(), 64, 4, NO_EOS)
+    world = small_world()
     world.submit(submit_of(1, list(range(40))))
     for _ in range(3):
         world.step()
@@ -73,7 +73,7 @@ def test_forget_all_keeps_the_prefix_cache() -> None:
 
 
 def test_forget_all_drops_deadlines() -> None:
-    world = World(settings_of(), 64, 4, NO_EOS)
+    world = small_world()
     world.submit(submit_of(1, [1, 2], limits=Limits(max_new_tokens=4, deadlines={"total": 30.0})))
     world.forget_all()
     assert world.core.requests.next_deadline() is None
@@ -83,7 +83,7 @@ def test_forget_all_drops_deadlines() -> None:
 
 @pytest.mark.parametrize("num_given", [0, 3])
 def test_continued_request_keeps_its_times_and_counts_once(num_given: int) -> None:
-    world = World(settings_of(), 64, 4, NO_EOS)
+    world = small_world()
     given = world_output(num_given)
     begun = FirstToken(1, 2, 1.0, 2.0)
     submit = msgspec.structs.replace(submit_of(1, [1, 2, 3]), continuation=Continuation(begun, given, 4))
@@ -101,7 +101,7 @@ def test_continued_request_keeps_its_times_and_counts_once(num_given: int) -> No
 
 def test_continued_request_can_be_aborted_before_its_first_step() -> None:
     """Its text may be held back, and only a new detokenizer can return this text."""
-    world = World(settings_of(), 64, 4, NO_EOS)
+    world = small_world()
     world.submit(
         msgspec.structs.replace(submit_of(1, [1, 2, 3]), continuation=Continuation(FirstToken(1, 0, 1.0, 2.0), [5]))
     )
@@ -114,7 +114,7 @@ def test_continued_request_can_be_aborted_before_its_first_step() -> None:
 
 def test_a_continued_request_has_no_queue_or_first_token_deadline() -> None:
     limits = Limits(max_new_tokens=4, deadlines={"queue": 9.0, "first_token": 10.0})
-    world = World(settings_of(), 64, 4, NO_EOS)
+    world = small_world()
     world.now = 50.0
     begun = Continuation(FirstToken(1, 0, 1.0, 2.0), [])
     world.submit(msgspec.structs.replace(submit_of(1, [1, 2, 3], limits=limits), continuation=begun))
@@ -126,6 +126,6 @@ def test_a_continued_request_has_no_queue_or_first_token_deadline() -> None:
 
 def world_output(count: int) -> list[int]:
     """Return the first tokens of that request."""
-    world = World(settings_of(), 64, 4, NO_EOS)
+    world = small_world()
     world.submit(submit_of(1, [1, 2, 3]))
     return world.reference(1)[:count]

@@ -9,13 +9,9 @@ import pytest
 
 from aioengine.protocol.messages import FinishCode, Limits
 from aioengine.scheduler.request import Gate
-from tests.core.core_world import NO_EOS, World, random_requests, settings_of, submit_of
+from tests.core.core_world import World, random_requests, settings_of, small_world, submit_of
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
-
-
-def world_of(depth: int = 0, num_pages: int = 64, **settings: int) -> World:
-    return World(settings_of(depth=depth, **settings), num_pages=num_pages, page_size=4, model=NO_EOS)
 
 
 def suspend(world: World, uids: Iterable[int]) -> None:
@@ -29,7 +25,7 @@ def resume(world: World, uids: Iterable[int]) -> None:
 @DEPTHS
 @pytest.mark.parametrize("num_steps", range(6))
 def test_suspended_request_frees_its_pages_and_resumes_exactly(depth: int, num_steps: int) -> None:
-    world = world_of(depth, max_running=1, chunk_tokens=8)
+    world = small_world(depth, max_running=1, chunk_tokens=8)
     world.submit(submit_of(1, list(range(20))), submit_of(2, [1, 2, 3]))
     for _ in range(num_steps):
         world.step()
@@ -46,7 +42,7 @@ def test_suspended_request_frees_its_pages_and_resumes_exactly(depth: int, num_s
 
 @DEPTHS
 def test_other_requests_use_the_pages_of_a_suspended_request(depth: int) -> None:
-    world = world_of(depth, num_pages=12, max_running=4)
+    world = small_world(depth, num_pages=12, max_running=4)
     world.submit(submit_of(1, list(range(30))))
     world.step()
     world.submit(submit_of(2, list(range(10, 40))))
@@ -59,7 +55,7 @@ def test_other_requests_use_the_pages_of_a_suspended_request(depth: int) -> None
 
 
 def test_a_suspended_request_can_be_aborted_and_keeps_its_deadline() -> None:
-    world = world_of()
+    world = small_world()
     world.submit(submit_of(1, [1]), submit_of(2, [2], limits=Limits(max_new_tokens=8, deadlines={"total": 3.5})))
     world.step()
     suspend(world, [1, 2])

@@ -31,9 +31,9 @@ def token_bytes() -> list[bytes]:
     return list(grammars.open(Grammar("regex", "a", eos_token_ids=(EOS,)), [], 0).tokens)
 
 
-def grammar_of(**params: object) -> Grammar:
+def grammar_of(*, vocab_size: int = VOCAB_SIZE, **params: object) -> Grammar:
     """Return the grammar of a request with these sampling parameters."""
-    grammar = sampling(SamplingParams(**params), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)).grammar
+    grammar = sampling(SamplingParams(**params), vocab_size=vocab_size, eos_token_ids=(EOS,)).grammar
     assert grammar is not None
     return grammar
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ LIMITS = MediaConfig(max_images_per_prompt=3, max_image_pixels=1_000_000, timeou
 
 def picture(seed: int, width: int = 60, height: int = 40) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def blueprint(folder: Path, limits: MediaConfig = LIMITS, **setup: Any) -> Blueprint:

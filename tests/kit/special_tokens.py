@@ -12,11 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from aioengine import SamplingParams
-from aioengine.api.params import sampling
 from aioengine.constraints.grammars import Grammars
 from aioengine.protocol.messages import Grammar
-from tests.kit.grammar_walks import EOS, FOLDER
+from tests.kit.grammar_walks import EOS, FOLDER, grammar_of
 
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]",
@@ -44,9 +42,7 @@ def grammars() -> Grammars:
 
 def compiled(**params: object) -> Grammar:
     """Return the grammar of a request with these sampling parameters."""
-    grammar = sampling(SamplingParams(**params), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)).grammar
-    assert grammar is not None
-    return grammar
+    return grammar_of(vocab_size=VOCAB_SIZE, **params)
 
 
 @cache

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from aioengine import AsyncEngine
-from tests.kit.image_engine import FEATURES, LLAVA, blueprint, picture, png
+from tests.kit.image_engine import FEATURES, LLAVA, blueprint, picture
 from tests.kit.image_models import write_image_folder
+from tests.kit.pictures import file_of
 from tests.openai_api.serving import Served, served
 
 pytestmark = pytest.mark.process
@@ -25,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_image_parts_are_data_urls(server: Served) -> None:
-    url = "data:image/png;base64," + base64.b64encode(png(picture(1))).decode()
+    url = "data:image/png;base64," + base64.b64encode(file_of(picture(1))).decode()
     content: Any = [
         {"type": "text", "text": "What?"},
         {"type": "image_url", "image_url": {"url": url, "detail": "low"}},

@@ -51,12 +51,6 @@ def test_all_code_of_the_guide_is_run() -> None:
     assert len(APPS) + len(PROGRAMS) == len(GUIDE)
 
 
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def test_chat_answers_with_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=PERU, temperature=0)
     (choice,) = answer.choices

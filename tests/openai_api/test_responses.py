@@ -25,12 +25,6 @@ def server() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def test_response_has_text_and_usage(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="fake", input="Hi", instructions="Be brief.")
     assert (answer.output_text, answer.status, answer.model) == ("Hello.", "completed", "fake")

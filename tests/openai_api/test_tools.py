@@ -48,12 +48,6 @@ def server() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, text: str, **fields: Any) -> Any:
     messages: Any = [{"role": "user", "content": text}]
     return client.chat.completions.create(model="fake", messages=messages, **fields)

@@ -12,13 +12,14 @@ import pytest_asyncio
 
 from aioengine import AsyncEngine, EngineOverloadedError
 from aioengine.protocol.messages import Submit
-from tests.kit.image_engine import FEATURES, LLAVA, blueprint, intake, picture, png, record_submits
+from tests.kit.image_engine import FEATURES, LLAVA, blueprint, intake, picture, record_submits
 from tests.kit.image_models import token_id, write_image_folder
+from tests.kit.pictures import file_of
 from tests.kit.waiting import until
 
 SHORT = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
 PLACEHOLDER = token_id("<image>")
-ONE, TWO, THREE = (png(picture(seed)) for seed in (1, 2, 3))
+ONE, TWO, THREE = (file_of(picture(seed)) for seed in (1, 2, 3))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -47,10 +47,10 @@ from tests.kit.image_engine import (
     intake,
     media_folder,
     picture,
-    png,
     record_submits,
 )
 from tests.kit.image_models import FAMILIES, token_id, write_image_folder
+from tests.kit.pictures import file_of
 from tests.kit.source import ROOT
 from tests.kit.waiting import until
 
@@ -81,7 +81,7 @@ async def test_every_form_of_an_image_gives_the_same_request(
     engine: AsyncEngine, submitted: list[Submit], tmp_path: Path
 ) -> None:
     image = picture(1)
-    data = png(image)
+    data = file_of(image)
     file = tmp_path / "a picture.png"
     file.write_bytes(data)
     text = base64.b64encode(data).decode()
@@ -111,7 +111,7 @@ async def test_every_form_of_an_image_gives_the_same_request(
 
 
 async def test_chats_put_their_images_into_the_prompt(engine: AsyncEngine, submitted: list[Submit]) -> None:
-    data = png(picture(2))
+    data = file_of(picture(2))
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     parts: list[dict[str, Any]] = [
         {"type": "image", "image": data},
@@ -131,7 +131,7 @@ async def test_chats_put_their_images_into_the_prompt(engine: AsyncEngine, submi
 
 
 async def test_a_batch_takes_images_for_each_prompt(engine: AsyncEngine, submitted: list[Submit]) -> None:
-    one, two = png(picture(4)), png(picture(5))
+    one, two = file_of(picture(4)), file_of(picture(5))
     prompts = ["a <image>", "b", "c <image><image>", "d <image>"]
     outs = await engine.async_generate(prompts, {**SHORT, "n": 2}, image_data=[one, None, [two, one], [one]])
     assert [len(submit.media) for submit in submitted] == [1, 1, 0, 0, 2, 2, 1, 1]
@@ -147,7 +147,7 @@ async def test_a_batch_takes_images_for_each_prompt(engine: AsyncEngine, submitt
 async def test_ids_may_have_placeholders_or_all_tokens(engine: AsyncEngine, submitted: list[Submit]) -> None:
     placeholder = token_id("<image>")
     for ids in ([5, placeholder, 6], [5, *[placeholder] * FEATURES, 6]):
-        await engine.async_generate(input_ids=ids, sampling_params=SHORT, image_data=png(picture(6)))
+        await engine.async_generate(input_ids=ids, sampling_params=SHORT, image_data=file_of(picture(6)))
     assert submitted[0].prompt_token_ids == submitted[1].prompt_token_ids == [5, *[placeholder] * FEATURES, 6]
     assert submitted[0].media == submitted[1].media
 
@@ -163,9 +163,9 @@ async def test_streams_and_constraints_work_as_without_images(engine: AsyncEngin
 def images_by_word() -> dict[bytes, bytes]:
     """Words in parameters -> the bytes of images, which are too long for test ids."""
     return {
-        b"PICTURE": png(picture(8)),
-        b"LARGE": png(Image.new("RGB", (2000, 2000))),
-        b"CUT": png(picture(9))[:-200],
+        b"PICTURE": file_of(picture(8)),
+        b"LARGE": file_of(Image.new("RGB", (2000, 2000))),
+        b"CUT": file_of(picture(9))[:-200],
     }
 
 
@@ -230,7 +230,7 @@ async def test_wrong_types_are_refused_at_the_call(engine: AsyncEngine) -> None:
 
 
 async def test_invalid_row_of_a_batch_fails_alone(engine: AsyncEngine) -> None:
-    good, bad = png(picture(10)), b"junk"
+    good, bad = file_of(picture(10)), b"junk"
     prompts = ["<image>", "<image>", "x", "<image>"]
     outs = await engine.async_generate(prompts, SHORT, image_data=[good, bad, None, 5], return_exceptions=True)
     assert [type(out).__name__ for out in outs] == ["dict", "ValueError", "dict", "TypeError"]
@@ -251,7 +251,9 @@ async def test_unloaded_picture_is_loaded_by_one_thread(
 
 async def test_cancelled_request_leaves_no_files(engine: AsyncEngine) -> None:
     for turns in range(0, 40, 3):
-        task = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(100 + turns))))
+        task = asyncio.ensure_future(
+            engine.async_generate("<image> a", SHORT, image_data=file_of(picture(100 + turns)))
+        )
         for _ in range(turns):
             await asyncio.sleep(0.0005)
         task.cancel()
@@ -278,7 +280,7 @@ async def test_least_recently_used_files_are_removed_beyond_the_limit(
 ) -> None:
     monkeypatch.setattr(intake(engine), "_max_kept_bytes", 30_000)
     for seed in range(200, 206):
-        await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
+        await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(seed)))
     await settled(engine)
     assert sum(file.num_bytes for file in intake(engine).files.values()) <= 30_000
     [last] = submitted[-1].media
@@ -286,13 +288,13 @@ async def test_least_recently_used_files_are_removed_beyond_the_limit(
     assert submitted[0].media[0].content not in intake(engine).files
     monkeypatch.setattr("aioengine.media.intake.image_intake.MAX_KEPT_FILES", 2)
     for seed in (204, 206):  # the first file exists, and is older than the last one
-        await engine.async_generate("<image> a", SHORT, image_data=png(picture(seed)))
+        await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(seed)))
     await settled(engine)
     assert list(intake(engine).files) == [submit.media[0].content for submit in submitted[-2:]]
 
 
 async def test_files_leave_space_on_a_small_disk(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_bytes, image = Path.write_bytes, png(picture(220))
+    write_bytes, image = Path.write_bytes, file_of(picture(220))
 
     def write_some(path: Path, data: bytes) -> int:
         write_bytes(path, data[:100])
@@ -308,14 +310,14 @@ async def test_files_leave_space_on_a_small_disk(folder: Path, tmp_path: Path, m
                 await engine.async_generate("<image>", SHORT, image_data=image)
         assert [file.name for file in media_folder(engine).iterdir()] == ["media.log"]
         for seed in range(221, 231):
-            await engine.async_generate("<image>", SHORT, image_data=png(picture(seed)))
+            await engine.async_generate("<image>", SHORT, image_data=file_of(picture(seed)))
         await settled(engine)
         assert 0 < sum(file.num_bytes for file in intake(engine).files.values()) <= 25_000
 
 
 async def test_image_is_prepared_again_if_its_file_was_removed(folder: Path) -> None:
     """Some systems empty shared memory when a user logs out."""
-    image = png(picture(210))
+    image = file_of(picture(210))
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
 
         async def ask() -> Path:
@@ -339,8 +341,8 @@ async def test_crash_of_the_media_process_fails_only_its_images(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = intake(engine).process
-    image = png(picture(300))
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(301)))
+    image = file_of(picture(300))
+    await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(301)))
     os.kill(process.child.pid, signal.SIGSTOP)
     first = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=image))
     text = await engine.async_generate("no image", SHORT)
@@ -360,26 +362,26 @@ async def test_crash_of_the_media_process_fails_only_its_images(
 
 async def test_hanging_image_fails_after_its_timeout(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     process = intake(engine).process
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(400)))
+    await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(400)))
     orders = msgspec.structs.replace(process._orders, limits=MediaConfig(timeout_s=-0.7))
     monkeypatch.setattr(process, "_orders", orders)
     os.kill(process.child.pid, signal.SIGSTOP)
     with pytest.raises(RequestError, match="took longer than media_timeout"):
-        await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
+        await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(401)))
     monkeypatch.undo()
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(401)))
+    await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(401)))
 
 
 async def test_image_of_a_cancelled_request_is_prepared_for_the_next_one(engine: AsyncEngine) -> None:
     process = intake(engine).process
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(405)))
+    await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(405)))
     os.kill(process.child.pid, signal.SIGSTOP)
     try:
-        first = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(406))))
+        first = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=file_of(picture(406))))
         await until(lambda: process._running)
         first.cancel()
         await until(lambda: not intake(engine)._jobs)
-        second = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(406))))
+        second = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=file_of(picture(406))))
         await until(lambda: any(len(file.waiters) > 1 for file in intake(engine).files.values()))
     finally:
         os.kill(process.child.pid, signal.SIGCONT)
@@ -419,9 +421,9 @@ async def test_waiting_time_does_not_count_for_the_timeout(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = intake(engine).process
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(410)))
+    await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(410)))
     os.kill(process.child.pid, signal.SIGSTOP)
-    waiting = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=png(picture(411))))
+    waiting = asyncio.ensure_future(engine.async_generate("<image> a", SHORT, image_data=file_of(picture(411))))
     await until(lambda: process._running)
     [number] = process._running
     ours, theirs = socket.socketpair()
@@ -456,12 +458,12 @@ async def test_waiting_pictures_are_decoded_in_order() -> None:
 
 async def test_deadlines_and_aborts_end_requests_that_wait_for_images(engine: AsyncEngine) -> None:
     process = intake(engine).process
-    await engine.async_generate("<image> a", SHORT, image_data=png(picture(500)))
+    await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(500)))
     os.kill(process.child.pid, signal.SIGSTOP)
     try:
-        out = await engine.async_generate("<image> a", SHORT, image_data=png(picture(501)), timeout=0.05)
+        out = await engine.async_generate("<image> a", SHORT, image_data=file_of(picture(501)), timeout=0.05)
         assert out["meta_info"]["finish_reason"] == "deadline"
-        waiting = engine.async_generate("<image> a", SHORT, image_data=png(picture(502)), rid="mine")
+        waiting = engine.async_generate("<image> a", SHORT, image_data=file_of(picture(502)), rid="mine")
         await asyncio.sleep(0.02)
         engine.abort_request("mine")
         assert (await waiting)["meta_info"]["finish_reason"] == "abort"
@@ -471,7 +473,7 @@ async def test_deadlines_and_aborts_end_requests_that_wait_for_images(engine: As
 
 
 async def test_image_is_downloaded_from_its_url(folder: Path) -> None:
-    data = png(picture(610))
+    data = file_of(picture(610))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -495,8 +497,8 @@ async def test_image_is_downloaded_from_its_url(folder: Path) -> None:
 async def test_paths_must_lie_in_the_allowed_folder(folder: Path, tmp_path: Path) -> None:
     allowed, outside = tmp_path / "allowed", tmp_path / "outside.png"
     allowed.mkdir()
-    outside.write_bytes(png(picture(600)))
-    (allowed / "in.png").write_bytes(png(picture(600)))
+    outside.write_bytes(file_of(picture(600)))
+    (allowed / "in.png").write_bytes(file_of(picture(600)))
     (allowed / "link.png").symlink_to(outside)
     (allowed / "inner.png").symlink_to(allowed / "in.png")
     (allowed / "folder").symlink_to(tmp_path)
@@ -532,7 +534,7 @@ async def test_prompts_of_gemma_get_line_breaks_around_their_images(
     async with AsyncEngine.from_blueprint(lambda: blueprint(folder)) as engine:
         submits = record_submits(engine, monkeypatch)
         for prompt in ("a\n<start_of_image>b", "a\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nb"):
-            out = await engine.async_generate(prompt, SHORT, image_data=png(picture(900)))
+            out = await engine.async_generate(prompt, SHORT, image_data=file_of(picture(900)))
             assert out["meta_info"]["image_tokens"] == 4
     names = "<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>"
     byte_ids = Tokenizer(folder).encode("a\n\n\n"), Tokenizer(folder).encode("\n\nb")
@@ -571,7 +573,7 @@ async def test_a_shutdown_ends_requests_that_wait_for_images(folder: Path) -> No
     engine = AsyncEngine.from_blueprint(lambda: blueprint(folder))
     await engine.start()
     waiting = [
-        asyncio.ensure_future(engine.async_generate("<image>", SHORT, image_data=png(picture(700 + seed))))
+        asyncio.ensure_future(engine.async_generate("<image>", SHORT, image_data=file_of(picture(700 + seed))))
         for seed in range(6)
     ]
     await until(lambda: intake(engine).process.child)
@@ -596,7 +598,7 @@ async def test_failed_start_of_the_media_process_is_explained(folder: Path, how:
 
     async with AsyncEngine.from_blueprint(broken) as engine:
         with pytest.raises(RequestError, match="image 0 .*the media process (has ended|exited|was killed)"):
-            await engine.async_generate("<image>", SHORT, image_data=png(picture(800)))
+            await engine.async_generate("<image>", SHORT, image_data=file_of(picture(800)))
         assert (await engine.async_generate("text", SHORT))["text"]
 
 
@@ -604,11 +606,11 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from aioengine import AsyncEngine
-from tests.processes.test_images import blueprint, intake, picture, png
+from tests.processes.test_images import blueprint, intake, picture
 
 async def main():
     async with AsyncEngine.from_blueprint(lambda: blueprint(Path(sys.argv[1]))) as engine:
-        await engine.async_generate("<image>", {"max_new_tokens": 1}, image_data=png(picture(1)))
+        await engine.async_generate("<image>", {"max_new_tokens": 1}, image_data=file_of(picture(1)))
         print(intake(engine).process.child.pid, intake(engine)._folder.path, flush=True)
         await asyncio.sleep(60)
 

@@ -23,11 +23,11 @@ from starlette.routing import Route
 from aioengine.api.engine import AsyncEngine
 from aioengine.testing.fake_engine import fake_async_engine
 from tests.kit.waiting import until
+from tests.processes.restart_kit import until_idle
 
 pytestmark = pytest.mark.process
 
 GREEDY = {"temperature": 0}
-IDLE = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
 LONGEST_S = 0.06
 AT_ONCE = 50
 
@@ -83,12 +83,7 @@ WAYS: list[Callable[[Awaitable[object], float], Awaitable[None]]] = [by_cancel, 
 
 async def drained(engine: AsyncEngine) -> None:
     gc.collect()
-
-    def is_idle() -> bool:
-        stats = engine.stats()
-        return not any(stats[name] for name in IDLE) and stats["num_free_pages"] == stats["num_pages"]
-
-    await until(is_idle, 20.0)
+    await until_idle(engine)
 
 
 async def interrupt(engine: AsyncEngine, draw: random.Random, numbers: range) -> None:

@@ -20,6 +20,7 @@ from aioengine import Engine
 from aioengine.cli import commands
 from aioengine.media.tokens._base import find_image_model
 from tests.kit.image_models import FAMILIES, add_image_files
+from tests.kit.pictures import file_of
 from tests.kit.tiny_sizes import VOCAB_SIZE
 from tests.kit.vision_models import GREEDY, IMAGE, clear_tokens, save_vision_model
 
@@ -34,12 +35,6 @@ def drawing(seed: int, size: tuple[int, int] = (90, 60)) -> Image.Image:
         x, y, radius = (int(draw.integers(0, limit)) for limit in (*size, 30))
         ImageDraw.Draw(image).ellipse((x, y, x + radius, y + radius), fill=tuple(map(int, draw.integers(0, 256, 3))))
     return image
-
-
-def png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def arrays_of(folder: Path, images: list[Image.Image]) -> dict[str, torch.Tensor]:
@@ -114,7 +109,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_answers_match_transformers(served: Served) -> None:
     one, two, mark = drawing(1), drawing(2, (50, 70)), served.mark
-    images = [png(one), two]
+    images = [file_of(one), two]
     answer = served.llm.generate(f"see {mark} or {mark}?", SHORT, image_data=images, return_prompt_token_ids=True)
     served.check([one, two], answer)
     messages = [{"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": "what?"}]}]
@@ -124,18 +119,18 @@ def test_answers_match_transformers(served: Served) -> None:
 def test_batches_prefix_hits_and_samples_match(served: Served) -> None:
     llm, one, two, mark = served.llm, drawing(3), drawing(4, (30, 80)), served.mark
     prompts = [f"a {mark}", "text", f"b {mark} {mark}"]
-    given = [png(one), None, [png(two), png(one)]]
+    given = [file_of(one), None, [file_of(two), file_of(one)]]
     outs: Any = llm.generate(prompts, SHORT, image_data=given, return_prompt_token_ids=True)
     served.check([one], outs[0])
     served.check([two, one], outs[2])
     assert "image_tokens" not in outs[1]["meta_info"]
-    again = llm.generate(f"a {mark} and?", SHORT, image_data=png(one), return_prompt_token_ids=True)
+    again = llm.generate(f"a {mark} and?", SHORT, image_data=file_of(one), return_prompt_token_ids=True)
     served.check([one], again)
     assert again["meta_info"]["cached_tokens"] >= 16, "the image is in the prefix cache"
-    other = llm.generate(f"a {mark} and?", SHORT, image_data=png(two), return_prompt_token_ids=True)
+    other = llm.generate(f"a {mark} and?", SHORT, image_data=file_of(two), return_prompt_token_ids=True)
     served.check([two], other)
     several: Any = llm.generate(
-        f"d {mark}", {**SHORT, "n": 2}, image_data=png(two), return_prompt_token_ids=True, return_logprob=True
+        f"d {mark}", {**SHORT, "n": 2}, image_data=file_of(two), return_prompt_token_ids=True, return_logprob=True
     )
     for answer in several:
         served.check([two], answer)
@@ -159,7 +154,7 @@ def check_session(served: Served) -> None:
         params = {"id": sid, "rid": rid}
         return llm.generate(text, SHORT, image_data=image, session_params=params, return_prompt_token_ids=True)
 
-    first = turn(f"see {mark}.", None, png(one))
+    first = turn(f"see {mark}.", None, file_of(one))
     second = turn(" and?", first)
     served.check([one], second)
     third = turn(f" or {mark}", second, two)
@@ -221,7 +216,7 @@ def test_embeddings_with_images_match_transformers(tmp_path: Path) -> None:
     theirs, one, two = made(tmp_path, "gemma3"), drawing(1), drawing(2, (50, 70))
     with Engine(tmp_path, device="cpu", context_length=100, is_embedding=True) as llm:
         outs: Any = llm.encode(
-            ["see <start_of_image> or <start_of_image>?", "text"], image_data=[[png(one), two], None]
+            ["see <start_of_image> or <start_of_image>?", "text"], image_data=[[file_of(one), two], None]
         )
         [plain] = llm.encode(["text"])
         assert np.array_equal(outs[1]["embedding"], plain["embedding"])

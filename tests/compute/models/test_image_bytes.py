@@ -19,14 +19,10 @@ from aioengine.media.tokens._base import find_image_model
 from aioengine.models._image_decoder import looked_up, resized
 from aioengine.models._qwen_tower import cut
 from tests.kit.image_models import FAMILIES, write_image_folder
+from tests.kit.pictures import random_picture
 
 SIZES = [(90, 50), (20, 20), (64, 97), (700, 520)]
 """(width, height)"""
-
-
-def picture(width: int, height: int) -> Image.Image:
-    draw = np.random.default_rng(width * height)
-    return Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def processors(model_type: str, options: dict[str, object], folder: Path) -> tuple[Any, Any]:
@@ -45,9 +41,9 @@ def processors(model_type: str, options: dict[str, object], folder: Path) -> tup
 def test_looked_up_values_match_the_processor(model_type: str, options: dict[str, object], tmp_path: Path) -> None:
     plain, fast = processors(model_type, options, tmp_path)
     for size in SIZES:
-        wanted = plain(picture(*size), return_tensors="np")
+        wanted = plain(random_picture(*size), return_tensors="np")
         for _ in range(2):
-            actual = dict(fast(picture(*size), return_tensors="np"))
+            actual = dict(fast(random_picture(*size), return_tensors="np"))
             assert ("pixels" in actual) == (not options.keys() & {"do_normalize", "do_rescale"})
             if "pixels" in actual:
                 assert actual["pixels"].dtype == np.uint8
@@ -61,7 +57,9 @@ def test_looked_up_values_match_the_processor(model_type: str, options: dict[str
 
 def test_padding_is_zero_after_normalization(tmp_path: Path) -> None:
     plain, fast = processors("llava", {"do_pad": True, "pad_size": {"height": 40, "width": 50}}, tmp_path)
-    wanted, actual = (processor(picture(90, 50), return_tensors="np")["pixel_values"] for processor in (plain, fast))
+    wanted, actual = (
+        processor(random_picture(90, 50), return_tensors="np")["pixel_values"] for processor in (plain, fast)
+    )
     assert actual.dtype == wanted.dtype
     assert np.array_equal(actual, wanted)
 
@@ -114,9 +112,9 @@ def test_late_resize_gives_same_values(options: dict[str, object], tmp_path: Pat
         assert (actual is not None) == (is_late and height * width < 64 * 64 * 4), "a large one is resized before"
         if actual is None:
             continue
-        wanted = plain(picture(width, height), return_tensors="np")
+        wanted = plain(random_picture(width, height), return_tensors="np")
         arrays = {name: torch.tensor(array) for name, array in actual.items()}
-        arrays["picture"] = torch.tensor(np.asarray(picture(width, height)))
+        arrays["picture"] = torch.tensor(np.asarray(random_picture(width, height)))
         values = looked_up(resized(arrays, rows_first=bool(actual["rows_first"])), arrays["table"])
         patches = cut(values, size=plain.patch_size, merge=plain.merge_size, frames=2).numpy()
         assert np.array_equal(patches, wanted["pixel_values"])
@@ -136,10 +134,10 @@ def test_unresized_picture_must_consist_of_whole_patches(options: dict[str, obje
     plain, fast = processors("qwen2_vl", {"do_resize": False, **options}, tmp_path)
     for width, height in ((90, 48), (48, 50), (3, 3)):
         with pytest.raises(ValueError, match="reshape"):
-            plain(picture(width, height), return_tensors="np")
+            plain(random_picture(width, height), return_tensors="np")
         with pytest.raises(ValueError, match=f"it has {width} x {height} pixels.* multiples of 8"):
-            fast(picture(width, height), return_tensors="np")
-    assert fast(picture(48, 40), return_tensors="np")["image_grid_thw"].tolist() == [[1, 10, 12]]
+            fast(random_picture(width, height), return_tensors="np")
+    assert fast(random_picture(48, 40), return_tensors="np")["image_grid_thw"].tolist() == [[1, 10, 12]]
 
 
 def test_unknown_pass_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from aioengine.processes.media_process import MediaWorker
 from aioengine.protocol.media import Cancelled, FetchJob, JobEnd, MediaOrders, PreparedImage, PrepareJob, Refused
 from aioengine.settings.config import MediaConfig
 from tests.kit.image_models import FAMILIES, write_image_folder
+from tests.kit.pictures import file_of
 
 SIZE = (90, 57)
 TURNED = 6
@@ -28,12 +28,6 @@ def drawing(mode: str = "RGB", size: tuple[int, int] = SIZE) -> Image.Image:
     width, height = size
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
-
-
-def saved(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def oriented(orientation: int) -> Image.Exif:
@@ -69,14 +63,14 @@ async def prepare(worker: MediaWorker, folder: Path, data: bytes) -> tuple[JobEn
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(saved(drawing(), quality=85), id="JPEG"),
-        pytest.param(saved(drawing(), quality=97, subsampling=0, progressive=True), id="progressive JPEG"),
-        pytest.param(saved(drawing(), "MPO"), id="MPO"),
-        pytest.param(saved(drawing(), exif=oriented(1)), id="JPEG with EXIF data"),
-        pytest.param(saved(drawing(), exif=oriented(TURNED)), id="JPEG that is turned"),
-        pytest.param(saved(drawing("L")), id="gray JPEG"),
-        pytest.param(saved(drawing("CMYK")), id="CMYK"),
-        pytest.param(saved(drawing(), "PNG"), id="PNG"),
+        pytest.param(file_of(drawing(), "JPEG", quality=85), id="JPEG"),
+        pytest.param(file_of(drawing(), "JPEG", quality=97, subsampling=0, progressive=True), id="progressive JPEG"),
+        pytest.param(file_of(drawing(), "MPO"), id="MPO"),
+        pytest.param(file_of(drawing(), "JPEG", exif=oriented(1)), id="JPEG with EXIF data"),
+        pytest.param(file_of(drawing(), "JPEG", exif=oriented(TURNED)), id="JPEG that is turned"),
+        pytest.param(file_of(drawing("L"), "JPEG"), id="gray JPEG"),
+        pytest.param(file_of(drawing("CMYK"), "JPEG"), id="CMYK"),
+        pytest.param(file_of(drawing(), "PNG"), id="PNG"),
     ],
 )
 async def test_prepared_file_holds_the_decoded_picture(worker: MediaWorker, tmp_path: Path, data: bytes) -> None:
@@ -90,13 +84,13 @@ async def test_prepared_file_holds_the_decoded_picture(worker: MediaWorker, tmp_
 
 
 async def test_picture_that_shrinks_much_is_resized_by_the_processor(worker: MediaWorker, tmp_path: Path) -> None:
-    end, target = await prepare(worker, tmp_path, saved(drawing(size=(700, 520))))
+    end, target = await prepare(worker, tmp_path, file_of(drawing(size=(700, 520)), "JPEG"))
     assert isinstance(end, PreparedImage)
     assert load_file(target)["pixels"].shape[-2:] == (end.shape.height, end.shape.width)
 
 
 async def test_damaged_picture_leaves_no_file(worker: MediaWorker, tmp_path: Path) -> None:
-    data = saved(drawing())
+    data = file_of(drawing(), "JPEG")
     end, target = await prepare(worker, tmp_path, data[: len(data) // 2])
     assert isinstance(end, Refused)
     assert "truncated" in end.reason
@@ -104,7 +98,7 @@ async def test_damaged_picture_leaves_no_file(worker: MediaWorker, tmp_path: Pat
 
 
 async def test_cancelled_job_does_nothing(worker: MediaWorker, tmp_path: Path) -> None:
-    (tmp_path / "source").write_bytes(saved(drawing()))
+    (tmp_path / "source").write_bytes(file_of(drawing(), "JPEG"))
     is_free = threading.Event()
     worker._threads.submit(is_free.wait)  # its only thread
     jobs = PrepareJob(1, str(tmp_path / "source"), str(tmp_path / "made")), FetchJob(2, "http://127.0.0.1:1/x.png", "")

@@ -17,6 +17,7 @@ from aioengine.media.placeholders import check_count, image_ids, placed
 from aioengine.media.tokens._base import ImageFamily, ImageModel, ImageShape, find_image_model
 from aioengine.tokenization.tokenizer import Tokenizer
 from tests.kit.image_models import FAMILIES, Family, token_id, write_image_folder
+from tests.kit.pictures import random_picture
 
 SIZES = [(90, 50), (20, 20), (64, 97)]
 """(width, height)"""
@@ -30,11 +31,6 @@ def image_model(folder: Path) -> ImageModel:
 
 def read(model_type: str, config: dict[str, object]) -> ImageFamily:
     return decode(config, plugins.load("media/tokens", model_type), "config.json")
-
-
-def picture(width: int, height: int) -> Image.Image:
-    draw = np.random.default_rng(width * height)
-    return Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def image_processor(model: ImageModel) -> Any:
@@ -87,7 +83,7 @@ def shape_of(model: ImageModel, image: Image.Image) -> ImageShape:
 def test_expanded_ids_match_transformers(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_image_folder(tmp_path, family)
     model = image_model(folder)
-    images = [picture(*size) for size in SIZES]
+    images = [random_picture(*size) for size in SIZES]
     text = f"USER: {family.prompt}\nand {family.prompt}{family.prompt} are? ASSISTANT:"
     expected = reference(family, model, folder, monkeypatch)(images=images, text=[text])["input_ids"][0]
     tokenizer, rules = Tokenizer(folder), model.family

@@ -10,16 +10,11 @@ import pytest
 from PIL import Image
 
 from aioengine.media import pictures
+from tests.kit.pictures import file_of
 
 MAX_PIXELS = 10_000
 COLORS = np.arange(12 * 9 * 3, dtype=np.uint8).reshape(9, 12, 3)
 RGB = Image.fromarray(COLORS)
-
-
-def saved(image: Image.Image, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def read(data: bytes) -> Image.Image:
@@ -43,7 +38,7 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
 def test_rgb_stays_as_it_is(kind: str) -> None:
-    assert np.array_equal(pixels(read(saved(RGB, kind))), COLORS)
+    assert np.array_equal(pixels(read(file_of(RGB, kind))), COLORS)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "LA", "RGBA", "P", "CMYK", "YCbCr", "HSV", "F", "PA"])
@@ -54,18 +49,18 @@ def test_other_modes_become_rgb_as_pillow_converts_them(mode: str) -> None:
 
 
 def test_a_cmyk_jpeg_and_a_palette_with_alpha_are_read() -> None:
-    assert pixels(read(saved(RGB.convert("CMYK"), "JPEG"))).shape == (9, 12, 3)
+    assert pixels(read(file_of(RGB.convert("CMYK"), "JPEG"))).shape == (9, 12, 3)
     palette = RGB.quantize(16)
-    assert np.array_equal(pixels(read(saved(palette, "PNG", transparency=0))), np.asarray(palette.convert("RGB")))
+    assert np.array_equal(pixels(read(file_of(palette, "PNG", transparency=0))), np.asarray(palette.convert("RGB")))
     assert np.array_equal(
-        pixels(read(saved(palette, "PNG", transparency=bytes(16)))), np.asarray(palette.convert("RGB"))
+        pixels(read(file_of(palette, "PNG", transparency=bytes(16)))), np.asarray(palette.convert("RGB"))
     )
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 def test_upper_8_of_16_bits_are_kept(kind: str) -> None:
     deep = np.linspace(0, 65535, 108, dtype=np.uint16).reshape(9, 12)
-    result = pixels(read(saved(Image.fromarray(deep), kind)))
+    result = pixels(read(file_of(Image.fromarray(deep), kind)))
     assert np.array_equal(result[..., 0], (deep >> 8).astype(np.uint8))
     assert np.array_equal(result[..., 0], result[..., 2])
 
@@ -74,7 +69,7 @@ def test_upper_8_of_16_bits_are_kept(kind: str) -> None:
 def test_exif_orientation_is_applied(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    turned = pixels(read(saved(RGB, "PNG", exif=exif)))
+    turned = pixels(read(file_of(RGB, "PNG", exif=exif)))
     assert turned.shape[:2] == ((12, 9) if orientation > 4 else (9, 12))
     expected = {1: COLORS, 3: COLORS[::-1, ::-1], 6: np.rot90(COLORS, -1), 8: np.rot90(COLORS)}
     assert np.array_equal(turned, expected.get(orientation, turned))
@@ -83,12 +78,12 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "TIFF"])
 def test_first_frame_of_an_animation_is_read(kind: str) -> None:
     frames = [Image.new("RGB", (12, 9), color) for color in ("red", "blue")]
-    result = pixels(read(saved(frames[0], kind, save_all=True, append_images=frames[1:])))
+    result = pixels(read(file_of(frames[0], kind, save_all=True, append_images=frames[1:])))
     assert result[0, 0].tolist() == [255, 0, 0]
 
 
 def test_the_smallest_picture_is_read() -> None:
-    assert pixels(read(saved(Image.new("RGB", (1, 1), "red"), "PNG"))).tolist() == [[[255, 0, 0]]]
+    assert pixels(read(file_of(Image.new("RGB", (1, 1), "red"), "PNG"))).tolist() == [[[255, 0, 0]]]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +96,9 @@ def test_the_smallest_picture_is_read() -> None:
         (png(100_000, 100_000), "it has 10000000000 pixels, and max_image_pixels=10000 are allowed"),
         (png(101, 100), r"101 x 100 pixels, and max_image_pixels=10000"),
         (png(100, 100, bytes(500)), "cannot be decoded"),
-        (saved(RGB, "PNG")[:-30], "cannot be decoded"),
-        (saved(RGB, "JPEG")[:-30], "cannot be decoded"),
-        (saved(RGB, "GIF")[:60], "not an image|cannot be decoded|header cannot be read"),
+        (file_of(RGB, "PNG")[:-30], "cannot be decoded"),
+        (file_of(RGB, "JPEG")[:-30], "cannot be decoded"),
+        (file_of(RGB, "GIF")[:60], "not an image|cannot be decoded|header cannot be read"),
     ],
 )
 def test_incomplete_picture_is_refused(data: bytes, words: str) -> None:
@@ -114,13 +109,13 @@ def test_incomplete_picture_is_refused(data: bytes, words: str) -> None:
 @pytest.mark.parametrize("size", [(1, 201), (402, 2), (1, 9_999)])
 def test_thin_lines_are_refused(size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="one side may be 200 times the other at most"):
-        read(saved(Image.new("L", size), "PNG"))
-    assert read(saved(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
+        read(file_of(Image.new("L", size), "PNG"))
+    assert read(file_of(Image.new("L", (200, 1)), "PNG")).size == (200, 1)
 
 
 def many_parts(kind: str) -> bytes:
     """Return a small picture with 100,000s of bytes in tiny parts, or in one part that Pillow reads byte by byte."""
-    file = saved(RGB, kind)
+    file = file_of(RGB, kind)
     if kind == "PPM":
         return file[:3] + b"#" + b"x" * 200_000 + b"\n" + file[3:]
     if kind == "PNG":
@@ -139,14 +134,14 @@ def test_files_of_very_many_tiny_parts_are_refused(kind: str) -> None:
 
 def test_number_of_parts_may_grow_with_the_length_of_the_file() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
-    file = saved(Image.fromarray(noise), "PNG")
+    file = file_of(Image.fromarray(noise), "PNG")
     assert len(file) > 1_000_000
     picture = pictures.decode(pictures.open_picture(io.BytesIO(file), noise.size))
     assert np.array_equal(pixels(picture), noise)
 
 
 def test_chunks_behind_the_pixels_count_too() -> None:
-    file = saved(RGB, "PNG")
+    file = file_of(RGB, "PNG")
     with pytest.raises(ValueError, match="too many parts for its length"):
         read(file[:-12] + chunk(b"abCd", b"") * 20_000 + file[-12:])
 

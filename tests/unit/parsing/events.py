@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any
 
 from aioengine.parsing import Content, OutputFormat, Reasoning, ToolArguments, ToolCallBegin
@@ -53,8 +52,3 @@ def parsed(form: OutputFormat, pieces: Iterable[str], tools: list[Any] | None = 
     events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
     assert parser.flush() == []
     return joined(events)
-
-
-def cut_up(text: str, cuts: Iterable[int]) -> list[str]:
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[start:end] for start, end in pairwise(edges)]

@@ -10,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from aioengine.parsing import Content, OutputFormat, ToolArguments, ToolCallBegin, output_format
-from tests.unit.parsing.events import TOOLS, cut_up, parsed
+from tests.kit.pieces import cut_up
+from tests.unit.parsing.events import TOOLS, parsed
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OSLO = ("call", "get_weather", '{"city": "Oslo"}')

@@ -6,7 +6,6 @@ import itertools
 import time
 import tracemalloc
 from collections import deque
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from aioengine.constraints.patterns import PatternCache
 from aioengine.errors import RequestError
 from aioengine.text.stop import PUSH_BUDGET_S, REGEX_WINDOW, StopMatcher
+from tests.kit.pieces import cut_up
 
 few_letters = st.text(alphabet="abA🙂", max_size=12)
 stop_strings = st.lists(st.text(alphabet="abA🙂", max_size=4), max_size=4)
@@ -33,11 +33,6 @@ def held_back(text: str, stops: list[str]) -> int:
     """Return the length of the longest end of ``text`` that is the beginning of a stop string."""
     beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
     return max((size for size in range(1, len(text) + 1) if text[-size:] in beginnings), default=0)
-
-
-def cut_up(text: str, cuts: list[int]) -> list[str]:
-    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[start:end] for start, end in pairwise(edges)]
 
 
 @given(text=few_letters, stops=stop_strings, cuts=st.lists(st.integers(0, 12), max_size=6), keeps=st.booleans())

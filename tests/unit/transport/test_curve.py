@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import uvloop
 import zmq
 
 from aioengine.protocol.messages import Abort, Message
@@ -78,13 +77,6 @@ def child(tmp_path: Path) -> Iterator[Child]:
     child = Child(tmp_path)
     with child.closing:
         yield child
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        yield runner
 
 
 async def received(receiver: ZmqReceiver, count: int) -> list[int]:

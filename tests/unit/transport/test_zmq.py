@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import uvloop
 import zmq
 
 from aioengine.protocol import codec
@@ -138,13 +137,6 @@ def test_too_large_frame_is_sent_as_several(channel: Channel, monkeypatch: pytes
     assert receive(receiver, 50) == sent
     with pytest.raises(transport.FrameTooLargeError):
         sender.send([Abort([1] * 200)])
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        yield runner
 
 
 def test_asynchronous_readers_lose_no_frame_under_load(
