@@ -6,7 +6,6 @@ import asyncio
 import gc
 import math
 import os
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -479,10 +478,6 @@ async def _result(generation: object) -> object:
 
 
 class TestProcesses:
-    async def test_engine_cannot_be_pickled(self, world: World) -> None:
-        with pytest.raises(TypeError, match="cannot be pickled"):
-            pickle.dumps(world.engine)
-
     def test_calls_in_a_fork_are_refused(self) -> None:
         here = World()
 

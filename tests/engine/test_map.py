@@ -97,6 +97,7 @@ class TestRows:
             with pytest.raises(StopAsyncIteration):
                 await anext(rows)
 
+    @pytest.mark.one_loop
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -372,16 +372,17 @@ BREAKS: dict[str, tuple[Break, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
-@pytest.mark.parametrize("face", [AsyncEngine, Engine])
+@pytest.mark.parametrize(
+    ("engine_type", "error"), [*((AsyncEngine, error) for error in BREAKS), (Engine, next(iter(BREAKS)))]
+)
 def test_constructors_raise_the_errors_of_a_folder(
-    folder: Path, what: str, face: type[AsyncEngine] | type[Engine]
+    folder: Path, engine_type: type[AsyncEngine] | type[Engine], error: str
 ) -> None:
-    break_folder, message = BREAKS[what]
+    break_folder, message = BREAKS[error]
     break_folder(folder)
     before = threading.active_count()
     with pytest.raises(ValueError, match=message) as caught:
-        face(str(folder), device="cpu")
+        engine_type(str(folder), device="cpu")
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
     assert wait_until(lambda: threading.active_count() <= before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import signal
 import subprocess
@@ -370,10 +369,6 @@ class TestLife:
         with pytest.warns(ResourceWarning, match="not shut down"):
             del here
         assert double.is_stopped
-
-    def test_it_cannot_be_copied(self, sync_world: SyncWorld) -> None:
-        with pytest.raises(TypeError, match="cannot be pickled or copied"):
-            copy.copy(sync_world.engine)
 
     def test_a_program_that_forgets_it_ends_quietly(self) -> None:
         program = (

@@ -48,14 +48,10 @@ def make(error_type: type[Exception]) -> Exception:
     return error
 
 
-def by_pickle(protocol: int) -> Callable[[Exception], Exception]:
-    return lambda error: pickle.loads(pickle.dumps(error, protocol))
-
-
 WAYS: dict[str, Callable[[Exception], Exception]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    **{f"pickle {protocol}": by_pickle(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
+    "pickle": lambda error: pickle.loads(pickle.dumps(error)),
 }
 
 
