@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aioengine.api.params import SamplingParams
-from aioengine.errors import EngineDeadError, EngineOverloadedError, EngineStartupError, RequestError
+from aioengine.errors import EngineDeadError, EngineStartupError, RequestError
 from aioengine.testing.fake_engine import fake_async_engine, fake_engine
 from aioengine.testing.fake_runner import HIDDEN_SIZE
 from aioengine.testing.faults import Faults
@@ -137,28 +137,6 @@ class TestUnderLoad:
             counts = [[count for _, count in reading] for reading in readings]
             assert all(counts_of_stream == sorted(counts_of_stream) for counts_of_stream in counts)
             assert any(counts_of_stream[-2] > 0 for counts_of_stream in counts)
-
-    async def test_all_pages_are_free_afterwards(self) -> None:
-        async with fake_async_engine({"": "x" * 200}, num_pages=128) as engine:
-            tasks = [asyncio.create_task(engine.async_generate("p", {"max_new_tokens": 150})) for _ in range(20)]
-            await asyncio.sleep(0.02)
-            for task in tasks[::2]:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            async with asyncio.timeout(30):
-                while True:
-                    stats = engine.stats()
-                    names = ("num_running", "num_waiting", "num_streams", "num_detokenizing")
-                    if not any(stats[name] for name in names) and stats["num_free_pages"] == stats["num_pages"]:
-                        break
-                    await asyncio.sleep(0.01)
-
-    async def test_overload(self) -> None:
-        async with fake_async_engine({"": "x" * 100}, max_running=1, max_queued=1) as engine:
-            taken = [engine.async_generate("p") for _ in range(2)]
-            with pytest.raises(EngineOverloadedError):
-                engine.async_generate("p")
-            await asyncio.gather(*taken)
 
     async def test_priorities(self) -> None:
         async with fake_async_engine({"": "x" * 20}, max_running=1) as engine:

@@ -49,7 +49,6 @@ def test_characters_of_operators_are_allowed_elsewhere(text: str) -> None:
         ('start: %json {"type": "integer", "multipleOf": 1000003}', "in the schema after its %json, 'multipleOf'"),
         ('start: %json {"type": "integer", "multiple\\u004ff": 1000003}', "in the schema after its %json, "),
         ('start: %json {"a": ', "no JSON follows %json"),
-        ('start: T\nT: "a" & "b"', "of terminals is not supported"),
     ],
 )  # fmt: skip
 def test_slow_grammar_is_refused_before_it_is_compiled(text: str, why: str) -> None:
