@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar, cast
 from aioengine.api.answers import Chunk
 from aioengine.errors import WrongLoopError
 from aioengine.frontend.callers import running_loop
-from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, Reader, resolve
-from aioengine.supervision.tasks import post
+from aioengine.frontend.calls.reader import NOT_A_STREAM, EndOfOutput, Reader
+from aioengine.supervision.tasks import post, resolve
 
 Result = TypeVar("Result", covariant=True)
 

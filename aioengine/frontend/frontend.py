@@ -25,7 +25,7 @@ from aioengine.frontend.callers import closed, forked
 from aioengine.frontend.calls.call import Call, CallRow
 from aioengine.frontend.calls.calls import Calls
 from aioengine.frontend.calls.observers import Observer, Observers
-from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
+from aioengine.frontend.calls.overload import CallerQueue, QueueLimits, Reservation
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.slow_readers import SlowReaders
 from aioengine.frontend.controls import Controls
@@ -106,13 +106,13 @@ class Frontend:
             TypeError, ValueError: an argument is wrong, an id is in use, or the engine lacks a tokenizer.
             EngineError: the engine does not accept the call.
         """
-        call, reader = Call(time.monotonic(), self.weights.loaded.version), None
+        called_at, reservation, call = time.monotonic(), Reservation(self.limits), None
         try:
             with self._lock:
-                self.limits.reserve(call)
+                self.limits.reserve(reservation)
             request = make_request()
             self._checks.check(request)
-            call.set_request(request)
+            call = Call(request, reservation, called_at, self.weights.loaded.version)
             self._observers.watch(call)
             reader = Reader(call, call.ready, lock=self._lock, actions=self)
             with self._lock:
@@ -125,8 +125,8 @@ class Frontend:
                 post(self.loop, self.calls.start, call)
         except BaseException:  # KeyboardInterrupt, too
             with self._lock:
-                self.limits.release(call, time.monotonic())
-            if reader is not None:
+                self.limits.release(reservation, time.monotonic())
+            if call is not None:
                 post(self.loop, self.calls.discard, call)
             raise
         return reader

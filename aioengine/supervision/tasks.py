@@ -50,6 +50,12 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *argu
     return True
 
 
+def resolve(waiter: asyncio.Future[Any]) -> None:
+    """Wake ``waiter`` with None, unless it was cancelled. In the thread of its loop."""
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
     """Return whether this thread is running ``loop`` now."""
     try:

@@ -6,13 +6,17 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from aioengine.frontend.calls.call import Call, CallRow
+from aioengine.frontend.calls.overload import QueueLimits, Reservation
 from aioengine.frontend.calls.reader import Reader
 from aioengine.frontend.calls.row_types import row_type
 from aioengine.frontend.intake.prompts import text_prompt
 from aioengine.frontend.intake.requests import CallRequest
+from aioengine.settings.config import QueueConfig
 
 if TYPE_CHECKING:
     from collections import deque
+
+LIMITS = QueueLimits(QueueConfig(), max_running=1, max_total_tokens=100)
 
 
 class ReaderRequests:
@@ -40,9 +44,11 @@ def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | Non
     request = CallRequest("prompt", ["a"] * num_rows, text_prompt, is_batch=is_batch, **fields)
     request.num_prompts = request.num_rows = num_rows
     request.gives_batch = is_batch
-    call = Call(called_at)
-    call.set_request(request)
-    return call
+    return call_of(request, called_at)
+
+
+def call_of(request: CallRequest, called_at: float = 0.0) -> Call:
+    return Call(request, Reservation(LIMITS), called_at, "default")
 
 
 def add_row(call: Call, index: int = 0, **fields: Any) -> CallRow:

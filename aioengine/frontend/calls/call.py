@@ -38,10 +38,11 @@ from typing import ClassVar, NamedTuple, cast
 
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
+from aioengine.frontend.calls.overload import Reservation
 from aioengine.frontend.intake.encoder import Encoded
 from aioengine.frontend.intake.requests import CallRequest
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, WEIGHT_VERSION, Extra
-from aioengine.protocol.messages import DEFAULT_WEIGHT_VERSION, LAST_STATES, End, FinishCode, FirstToken
+from aioengine.protocol.messages import LAST_STATES, End, FinishCode, FirstToken
 
 MAX_UNJOINED_TEXTS = 64
 """A row joins its unread texts when it has this many of them; if they are long, when it has more."""
@@ -189,7 +190,7 @@ class CallRow:
         """Free the memory reserved for its logprobs, except ``num_kept`` bytes."""
         num_bytes = max(0, self.num_logprob_bytes - num_kept)
         self.num_logprob_bytes -= num_bytes
-        self.call.free_logprobs(num_bytes)
+        self.call.reservation.free_logprobs(num_bytes)
 
     def _merge(self, text: str, new: int | list[int]) -> None:
         """Append to the unread output."""
@@ -349,15 +350,12 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of the user from its reservation to its end: its request, its part of the limits, and its rows.
+    """One call of the user, from its checked request to its end.
 
     Attributes:
-        request: its checked arguments. This attribute and ``results`` are missing until ``set_request``.
+        request: its checked arguments. reservation: its part of the queue limits.
         number: the number of the call in the engine, from 1; 0: not registered.
         deadlines: name in a finish reason -> absolute time. timer: for the next of them. ids: its ids in ``CallIds``.
-        is_reserved: True from ``QueueLimits.reserve`` to ``QueueLimits.release``.
-        num_bytes: bytes of its prompts. num_tokens: number of prompt tokens of its rows in the scheduler.
-        num_rows_of: index of a prompt -> number of its rows in the scheduler.
         num_started: number of started rows; they start in order. aborted: indices of rows that were aborted before
             their start.
         ending: how the unstarted rows end; None: they may start.
@@ -372,8 +370,6 @@ class Call:
         num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
         results: answers or exceptions by index, if the call is no stream.
         error: the error of the whole call. is_left: the rest of its output has no reader.
-        num_logprob_bytes: memory reserved for the logprobs of its rows. on_logprobs_freed: called when some
-            of it is freed; None: no row has reserved any.
         ready: rows of a stream with unread output. A new reader gets a new deque.
         has_reader: False after the reader of an attachable call left.
         waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
@@ -385,9 +381,10 @@ class Call:
         weight_version: version of the weights when the call began, for rows without a token.
     """
 
+    request: CallRequest
+    reservation: Reservation
     called_at: float
-    weight_version: str = DEFAULT_WEIGHT_VERSION
-    request: CallRequest = field(init=False)
+    weight_version: str
     rid: str = ""
     is_stream: bool = False
     rows_fail_alone: bool = False
@@ -395,10 +392,6 @@ class Call:
     number: int = 0
     ids: list[str] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
-    is_reserved: bool = False
-    num_bytes: int = 0
-    num_tokens: int = 0
-    num_rows_of: dict[int, int] = field(default_factory=dict)
     num_started: int = 0
     aborted: set[int] = field(default_factory=set)
     ending: Ending | None = None
@@ -416,8 +409,6 @@ class Call:
     error: BaseException | None = None
     is_left: bool = False
     is_over: bool = False
-    num_logprob_bytes: int = 0
-    on_logprobs_freed: Callable[[int], None] | None = None
     ready: deque[CallRow] = field(default_factory=deque)
     has_reader: bool = True
     waiter: asyncio.Future[Chunk | None] | None = None
@@ -426,9 +417,8 @@ class Call:
     kept_row: CallRow | None = None
     on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None
 
-    def set_request(self, request: CallRequest) -> None:
-        """Set the checked request of the call."""
-        self.request = request
+    def __post_init__(self) -> None:
+        request = self.request
         self.rid = request.rid or os.urandom(16).hex()
         self.is_stream = request.is_stream
         self.rows_fail_alone = request.returns_exceptions and request.gives_batch
@@ -565,10 +555,3 @@ class Call:
             wakers, self.wakers = self.wakers, ()
             for wake in wakers:
                 wake()
-
-    def free_logprobs(self, num_bytes: int | None = None) -> None:
-        """Free ``num_bytes`` of the memory reserved for logprobs; None: all of it."""
-        if self.on_logprobs_freed is not None:
-            freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
-            self.num_logprob_bytes -= freed
-            self.on_logprobs_freed(freed)

@@ -72,7 +72,7 @@ class Calls:
             ValueError: an id is in use.
             EngineError: the engine accepts no calls any more.
         """
-        self._limits.add_bytes(call, call.request.num_bytes)
+        self._limits.add_bytes(call.reservation, call.request.num_bytes)
         self.ids.add(call)
         self.num_opened += 1
         call.number = self.num_opened
@@ -143,7 +143,7 @@ class Calls:
             row.keep_logprobs(0 if row.error else rules.position_bytes * num_positions)
         if self._images is not None:
             self._images.row_ended(call, prompt_index)
-        self._limits.end_row(call, prompt_index, num_prompt_tokens, now)
+        self._limits.end_row(call.reservation, prompt_index, num_prompt_tokens, now)
 
     def close_if_over(self, call: Call) -> None:
         """If a call is over, close it and free its remaining rows."""
@@ -161,9 +161,9 @@ class Calls:
             self.opened.pop(call, None)
             if call.timer is not None:
                 call.timer.cancel()
-            self._limits.release(call, now)
-            if call.num_logprob_bytes and (call.is_attachable or not call.has_unread):
-                call.free_logprobs()
+            self._limits.release(call.reservation, now)
+            if call.reservation.num_logprob_bytes and (call.is_attachable or not call.has_unread):
+                call.reservation.free_logprobs()
             request.clear()
         if call.is_attachable:
             self.attachments.ended(call)
@@ -196,7 +196,7 @@ class Calls:
                 call.has_reader = call.has_reader and call.ready is not ready
             else:
                 call.leave()
-                call.free_logprobs()
+                call.reservation.free_logprobs()
             unread = list(ready)
             ready.clear()
             call.wake()

@@ -15,13 +15,10 @@ from typing import Final
 
 from msgspec import Struct
 
-from aioengine.api.answers import Chunk
 from aioengine.errors import EngineError, EngineOverloadedError, RequestTooLargeError
 from aioengine.frontend.callers import running_loop, this_caller
-from aioengine.frontend.calls.call import Call, CallRow
-from aioengine.frontend.calls.reader import resolve
 from aioengine.settings.config import QueueConfig
-from aioengine.supervision.tasks import post
+from aioengine.supervision.tasks import post, resolve
 
 MIN_RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 60.0
@@ -41,6 +38,33 @@ class QueuedCaller(Struct, eq=False):
     wake: Callable[[], bool]
     reserved_at: float = 0.0
     error: EngineError | None = None
+
+
+class Reservation(Struct, eq=False):
+    """The part of one call in the counts of ``QueueLimits``. Under the engine's lock."""
+
+    limits: QueueLimits
+
+    is_held: bool = False
+    """Whether the call is counted: from ``QueueLimits.reserve`` to ``QueueLimits.release``."""
+
+    num_bytes: int = 0
+    """Bytes of its prompts."""
+
+    num_tokens: int = 0
+    """Prompt tokens of its rows in the scheduler."""
+
+    num_rows_of: dict[int, int] = {}
+    """Index of a prompt -> number of its rows in the scheduler."""
+
+    num_logprob_bytes: int = 0
+    """Memory for the logprobs of its rows. Unread logprobs keep it after ``QueueLimits.release``."""
+
+    def free_logprobs(self, num_bytes: int | None = None) -> None:
+        """Free ``num_bytes`` of the memory for logprobs; None: all of it."""
+        freed = self.num_logprob_bytes if num_bytes is None else min(num_bytes, self.num_logprob_bytes)
+        self.num_logprob_bytes -= freed
+        self.limits.num_logprob_bytes -= freed
 
 
 class QueueLimits:
@@ -89,8 +113,8 @@ class QueueLimits:
 
     # ------------------------------------------------------------ reservations
 
-    def reserve(self, call: Call) -> None:
-        """Count a call. A caller from the queue uses its reservation.
+    def reserve(self, reservation: Reservation) -> None:
+        """Count a new call. A caller from the queue uses its reservation.
 
         Raises:
             EngineError: the engine accepts no calls, or too much waits.
@@ -101,41 +125,41 @@ class QueueLimits:
             message = f"the engine is overloaded: {excess}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
         self.num_calls += 1
-        call.is_reserved = True
+        reservation.is_held = True
 
-    def add_bytes(self, call: Call, num_bytes: int) -> None:
+    def add_bytes(self, reservation: Reservation, num_bytes: int) -> None:
         """Count the bytes of a prompt. Raises EngineError if calls are refused meanwhile."""
         self.check_refusal()
-        call.num_bytes += num_bytes
+        reservation.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def add_row(self, call: Call, prompt_index: int, num_tokens: int) -> None:
+    def add_row(self, reservation: Reservation, prompt_index: int, num_tokens: int) -> None:
         """Count the prompt of a submitted row, until all rows of the prompt have ended.
 
         Does nothing if the call was released because a signal handler raised on the thread that opened it.
         """
-        if not call.is_reserved:
+        if not reservation.is_held:
             return
-        num_rows = call.num_rows_of.get(prompt_index, 0)
+        num_rows = reservation.num_rows_of.get(prompt_index, 0)
         if not num_rows:
-            call.num_tokens += num_tokens
+            reservation.num_tokens += num_tokens
             self.num_tokens += num_tokens
-        call.num_rows_of[prompt_index] = num_rows + 1
+        reservation.num_rows_of[prompt_index] = num_rows + 1
 
     @property
     def num_free_logprob_bytes(self) -> int:
         return self._config.max_logprob_bytes - self.num_logprob_bytes
 
-    def reserve_logprobs(self, row: CallRow, num_bytes: int) -> None:
-        """Reserve memory for the logprobs of a row, until ``CallRow.keep_logprobs``.
+    def reserve_logprobs(self, reservation: Reservation, num_bytes: int) -> None:
+        """Reserve memory for the logprobs of a row, until ``Reservation.free_logprobs``.
 
         Raises:
             RequestTooLargeError: it does not fit with the other rows of its call.
             EngineOverloadedError: it does not fit with other calls.
         """
-        call, limit = row.call, self._config.max_logprob_bytes
-        if call.num_logprob_bytes + num_bytes > limit:
-            others = f", besides {call.num_logprob_bytes} of other rows," if call.num_logprob_bytes else ""
+        num_others, limit = reservation.num_logprob_bytes, self._config.max_logprob_bytes
+        if num_others + num_bytes > limit:
+            others = f", besides {num_others} of other rows," if num_others else ""
             raise RequestTooLargeError(
                 f"its logprobs may take {num_bytes} bytes{others} but max_logprob_bytes={limit} are allowed; lower "
                 "top_logprobs_num or max_new_tokens, use a stream or smaller batches, or raise max_logprob_bytes"
@@ -143,33 +167,28 @@ class QueueLimits:
         if num_bytes > self.num_free_logprob_bytes:
             message = f"the engine is overloaded: open requests use max_logprob_bytes={limit}; try again later"
             raise EngineOverloadedError(message, retry_after=self._retry_after())
-        call.on_logprobs_freed = self._count_freed_logprobs
-        row.num_logprob_bytes = num_bytes
-        call.num_logprob_bytes += num_bytes
+        reservation.num_logprob_bytes += num_bytes
         self.num_logprob_bytes += num_bytes
 
-    def _count_freed_logprobs(self, num_bytes: int) -> None:
-        self.num_logprob_bytes -= num_bytes
-
-    def end_row(self, call: Call, prompt_index: int, num_tokens: int, now: float) -> None:
+    def end_row(self, reservation: Reservation, prompt_index: int, num_tokens: int, now: float) -> None:
         """Free the part of a row that has ended, while its call continues."""
-        num_rows = call.num_rows_of.pop(prompt_index, 0) - 1
+        num_rows = reservation.num_rows_of.pop(prompt_index, 0) - 1
         if num_rows > 0:
-            call.num_rows_of[prompt_index] = num_rows
+            reservation.num_rows_of[prompt_index] = num_rows
         elif num_rows == 0:
-            call.num_tokens -= num_tokens
+            reservation.num_tokens -= num_tokens
             self.num_tokens -= num_tokens
             self.serve(now)
 
-    def release(self, call: Call, now: float) -> None:
+    def release(self, reservation: Reservation, now: float) -> None:
         """Free the part of a call that is over or was never opened. May be called twice."""
-        if not call.is_reserved:
+        if not reservation.is_held:
             return
-        call.is_reserved = False
+        reservation.is_held = False
         self.num_calls -= 1
-        self.num_tokens -= call.num_tokens
-        self.num_bytes -= call.num_bytes
-        call.num_rows_of = {}  # so that no row frees its tokens again
+        self.num_tokens -= reservation.num_tokens
+        self.num_bytes -= reservation.num_bytes
+        reservation.num_rows_of = {}  # so that no row frees its tokens again
         if self._released_at:
             self._release_interval_s += 0.1 * (now - self._released_at - self._release_interval_s)
         self._released_at = now
@@ -249,7 +268,7 @@ class CallerQueue:
             WrongLoopError: no asyncio loop is running here.
         """
         loop = running_loop()
-        future: asyncio.Future[Chunk | None] = loop.create_future()
+        future: asyncio.Future[None] = loop.create_future()
 
         def wake() -> bool:
             post(self._loop, self._serve)  # drops the reservation later if it is not used

@@ -12,14 +12,9 @@ from typing import Final, Protocol, cast
 from aioengine.api.answers import Answer, BatchOutput, Chunk, ranked
 from aioengine.errors import RequestError
 from aioengine.frontend.calls.call import Call, CallRow, NotifyOn
+from aioengine.supervision.tasks import resolve
 
 NOT_A_STREAM: Final = "this generation returns one whole answer: await it, or pass stream=True to iterate it"
-
-
-def resolve(waiter: asyncio.Future[Chunk | None]) -> None:
-    """Wake ``waiter`` from the thread of its loop, unless it was cancelled."""
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class EndOfOutput(Exception):  # not an error: the reader has everything
@@ -74,7 +69,7 @@ class Reader:
         try:
             # An answer with logprobs that was not read keeps memory reserved until it is left.
             call = self.call
-            if not self._is_closed and (not call.is_over or self.ready or call.num_logprob_bytes):
+            if not self._is_closed and (not call.is_over or self.ready or call.reservation.num_logprob_bytes):
                 self._actions.leave(call, self.ready, later=True)
         except AttributeError:  # the constructor was interrupted
             return
@@ -150,7 +145,7 @@ class Reader:
                 results = ranked(results, pooled.top_n)
             batch = BatchOutput(cast("list[Answer]", results))
             call.results = []
-            call.free_logprobs()
+            call.reservation.free_logprobs()
             self._result = batch if call.request.gives_batch else batch[0]
             return self._result
 

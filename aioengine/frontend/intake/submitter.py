@@ -353,7 +353,9 @@ class Submitter:
             self.checks.check_hidden_states(row.hidden_states, num_prompt_tokens, max_new_tokens)
         if rules is not None:
             num_positions = rules.num_prompt_positions(num_prompt_tokens) + max(1, max_new_tokens)
-            self._limits.reserve_logprobs(row, rules.position_bytes * num_positions)
+            num_bytes = rules.position_bytes * num_positions
+            self._limits.reserve_logprobs(call.reservation, num_bytes)
+            row.num_logprob_bytes = num_bytes
         elif max_new_tokens == 0 and request.pooled is None:
             return None
         message_parts = request.message_parts[id(params)]
@@ -361,7 +363,7 @@ class Submitter:
             call.compiling |= {row.index}
         row.uid = self._num_uids
         self._num_uids += 1
-        self._limits.add_row(call, prompt_index, num_prompt_tokens)
+        self._limits.add_row(call.reservation, prompt_index, num_prompt_tokens)
         self._rows[row.uid] = row
         processor = "" if request.processors is None else request.processors.of(prompt_index)
         salt, embeds = "" if request.salts is None else request.salts.of(prompt_index), b""

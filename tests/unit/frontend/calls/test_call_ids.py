@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
-from aioengine.frontend.calls.call import Call
 from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.intake.requests import generate_request
+from tests.kit.calls import call_of
+
+if TYPE_CHECKING:
+    from aioengine.frontend.calls.call import Call
 
 
 def open_call(ids: CallIds, prompt: object, **options: object) -> Call:
     params = options.pop("sampling_params", None)
-    call = Call(0.0)
-    call.set_request(generate_request(prompt, params, None, stream=True, options=options))
+    call = call_of(generate_request(prompt, params, None, stream=True, options=options))
     ids.add(call)
     return call
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from aioengine.errors import EngineClosedError, EngineOverloadedError
 from aioengine.frontend.calls import overload
-from aioengine.frontend.calls.call import Call
-from aioengine.frontend.calls.overload import RESERVED_S, QueuedCaller, QueueLimits
+from aioengine.frontend.calls.overload import RESERVED_S, QueuedCaller, QueueLimits, Reservation
 from aioengine.settings.config import QueueConfig
 
 RUNNING, QUEUED = 1, 2
@@ -22,7 +21,7 @@ class World:
 
     def __init__(self, **bounds: int) -> None:
         self.limits = QueueLimits(QueueConfig(max_requests=QUEUED, **bounds), max_running=RUNNING, max_total_tokens=100)
-        self.opened: list[Call] = []
+        self.opened: list[Reservation] = []
         self.woken: list[int] = []
         self.gone: set[int] = set()
         self.now = 100.0
@@ -43,15 +42,15 @@ class World:
 
     def open_call(self, caller: int = -1, *, num_bytes: int = 0) -> bool:
         """Open a call, unless it is refused."""
-        call = Call(0.0)
+        reservation = Reservation(self.limits)
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(overload, "this_caller", lambda: caller)
-                self.limits.reserve(call)
+                self.limits.reserve(reservation)
         except EngineOverloadedError:
             return False
-        self.limits.add_bytes(call, num_bytes)
-        self.opened.append(call)
+        self.limits.add_bytes(reservation, num_bytes)
+        self.opened.append(reservation)
         return True
 
     def close(self) -> None:
@@ -123,7 +122,7 @@ def test_every_limit_refuses_calls_until_others_end(bounds: dict[str, int], word
     assert world.open_call(0, num_bytes=7)
     world.limits.add_row(world.opened[0], 0, 150)
     with pytest.raises(EngineOverloadedError, match=words):
-        world.limits.reserve(Call(0.0))
+        world.limits.reserve(Reservation(world.limits))
     world.close()
     assert world.open_call()
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from aioengine.frontend.calls import overload
-from aioengine.frontend.calls.call import Call
-from aioengine.frontend.calls.overload import CallerQueue, QueueLimits
+from aioengine.frontend.calls.overload import CallerQueue, QueueLimits, Reservation
 from aioengine.settings.config import QueueConfig
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def test_next_tasks_get_capacity_that_is_not_used_in_time(monkeypatch: pytest.Mo
             assert order == list(range(4 * num_places))
             while limits.due_at is not None:  # noqa: ASYNC110  # there is no event for it
                 await asyncio.sleep(0.001)
-        limits.reserve(Call(0.0))
+        limits.reserve(Reservation(limits))
         before = loop.num_timers
         await asyncio.sleep(0.001)
         assert loop.num_timers - before <= 1  # the timer of the sleep
@@ -71,7 +70,7 @@ def test_next_waiter_gets_the_capacity_of_a_waiter_whose_loop_has_ended(
     async def main() -> None:
         limits = QueueLimits(QueueConfig(max_requests=0), max_running=1, max_total_tokens=100)
         queue = CallerQueue(limits, threading.RLock(), asyncio.get_running_loop())
-        limits.reserve(opened := Call(0.0))
+        limits.reserve(opened := Reservation(limits))
         first = elsewhere.create_task(queue.wait())
 
         def stand_in_line() -> None:
