@@ -374,7 +374,7 @@ async def test_rows_of_a_call_are_read_under_the_lock() -> None:
             stream = engine.async_generate("a", LONG, stream=True)
             await anext(stream)
             [call] = frontend.calls.opened
-            call.live = Guarded(call.live)
+            call.open_rows = Guarded(call.open_rows)
             if how == "suspend":
                 while (unread := call.read_position) is None:  # noqa: ASYNC110  # this condition has no event
                     await asyncio.sleep(0)

@@ -264,7 +264,7 @@ async def test_row_does_not_start_if_it_was_aborted_while_its_prompt_was_tokeniz
         await until(lambda: len(world.double.live) == 64 and len(world.tokenizer.batches) == 2)
         abort_all(engine)
         [call] = engine._frontend_here().calls.opened
-        await until(lambda: call.num_started == 200 and not call.is_start_pending)
+        await until(lambda: call.num_started == 200 and not call.next_rows.are_pending)
         assert len(world.double.submits) == 64
         assert (call.num_started, call.num_open) == (200, 64)
         await stream.aclose()

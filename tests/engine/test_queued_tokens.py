@@ -33,7 +33,7 @@ def live(world: World) -> int:
     """Return the prompt tokens of unfinished rows. Samples of a prompt count once."""
     total = 0
     for call in world.engine._frontend_here().calls.opened:  # pyright: ignore[reportPrivateUsage]
-        rows = [row for row in call.live.values() if row.uid >= 0]
+        rows = [row for row in call.open_rows.values() if row.uid >= 0]
         by_prompt = {row.prompt_index: len(row.prompt_token_ids) for row in rows}
         total += sum(by_prompt.values())
     return total

@@ -129,7 +129,7 @@ async def test_thousand_stalled_readers_use_bounded_memory() -> None:
             assert out["text"] == expected
         assert memory_bytes() - before < CEILING_BYTES
         rows = [thing for thing in gc.get_objects() if type(thing) is CallRow]
-        assert sum(len(row.unread) for row in rows if isinstance(row.unread, list)) == 200 * NUM_STALLED
+        assert sum(len(row.token_ids) for row in rows if isinstance(row.token_ids, list)) == 200 * NUM_STALLED
         last = [chunk async for chunk in stalled[-1]]
         assert [len(chunk["output_ids"]) for chunk in last] == [200]
 

@@ -44,6 +44,7 @@ def make_call(num_rows: int = 1, called_at: float = 0.0, *, is_batch: bool | Non
     request = CallRequest("prompt", ["a"] * num_rows, text_prompt, is_batch=is_batch, **fields)
     request.num_prompts = request.num_rows = num_rows
     request.gives_batch = is_batch
+    request.rid = "x"
     return call_of(request, called_at)
 
 
@@ -53,7 +54,7 @@ def call_of(request: CallRequest, called_at: float = 0.0) -> Call:
 
 def add_row(call: Call, index: int = 0, **fields: Any) -> CallRow:
     """Start a row of a call."""
-    row = row_type(call.request)(call, index, **{"rid": f"x_{index}", "has_unread": not call.is_stream} | fields)
+    row = row_type(call.request)(call, index, **fields)
     call.add_row(row)
     return row
 

@@ -1,8 +1,8 @@
 """Call and CallRow: one call of the user with its rows, written by the engine's loop and read by one ``Reader``.
 
 Each row merges its unread output into one piece. So a slow reader never slows the engine, and needs only memory for
-the unread text. The lock of the engine protects all calls. The writer takes the lock once per frame, and no code waits
-while it holds the lock.
+the unread text. The lock of the engine protects all calls. The writer takes the lock a few times per frame, and no code
+waits while it holds the lock.
 
 A call is open, or *over* (``Call.is_over``) for one of three reasons. The last two columns show what its reader gets
 after the ready chunks:
@@ -36,10 +36,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar, NamedTuple, cast
 
+from msgspec import Struct
+
 from aioengine.api import answers
 from aioengine.api.answers import Answer, Chunk, ChunkInfo, ExtraDecoder, RowError, Timings
 from aioengine.frontend.calls.overload import Reservation
 from aioengine.frontend.intake.encoder import Encoded
+from aioengine.frontend.intake.prompts import MediaIds
 from aioengine.frontend.intake.requests import CallRequest
 from aioengine.protocol.columns import DRAFTS, HIDDEN_STATES, WEIGHT_VERSION, Extra
 from aioengine.protocol.messages import LAST_STATES, End, FinishCode, FirstToken
@@ -50,64 +53,48 @@ MAX_UNJOINED_TEXTS = 64
 
 @dataclass(eq=False)  # not a Struct, whose attributes take three times as long to set
 class CallRow:
-    """One row of a call, with its unread output. Under the engine's lock.
-
-    Attributes:
-        index: its index in the call.
-        tokenize_s: seconds that the tokenizer worked on the batch with its prompt.
-        decoders: convert the logprobs and hidden states of the row.
-        hidden_states: which hidden states it returns (``Sampling.hidden_states``).
-        newest_hidden_state: the newest hidden state that was read, if the row returns only the last one.
-        drafts: extras of kind ``DRAFTS`` by token index, for ``meta_info``; None: the engine does not speculate.
-        versions: index of an output token -> version of the weights from this token on; None: they have never changed.
-        num_image_tokens: positions of the prompt that hold features of images.
-        info: the ``meta_info`` so far. Each chunk gets a copy.
-        uid: the engine's number of the row; -1: not submitted.
-        first_token: when and how the row began; None: it has no token yet.
-        text, more_texts: the unread text, in pieces.
-        unread: the unread ids. A single id is an int: a new list for each row of a frame would trigger garbage
-            collections.
-        extras: the unread extras that none of ``decoders`` converts, by token index and kind. If an extra arrives
-            twice, the second one replaces the first.
-        text_offset, token_offset: number of characters and ids that were read.
-        final_info: ``meta_info`` after its end; None: it has no end yet. error: why it has no answer.
-        has_unread: it has output that was not taken, so it is in ``Call.ready``. Always true if the call is no stream.
-        num_logprob_bytes: memory reserved for its logprobs (``QueueLimits.reserve_logprobs``).
-    """
+    """One row of a call, with its unread output. Under the engine's lock."""
 
     call: Call
     index: int
-    rid: str
     seed: int = 0
-    tokenize_s: float = 0.0
     prompt_token_ids: list[int] = field(default_factory=list)
-    shows_prompt: bool = False
-    decoders: tuple[ExtraDecoder, ...] = ()
-    hidden_states: str = ""
-    num_image_tokens: int = 0
-    has_unread: bool = False
-    uid: int = -1
-    first_token: FirstToken | None = None
-    newest_hidden_state: Extra | None = None
-    drafts: dict[int, Extra] | None = None
-    versions: dict[int, str] | None = None
-    info: ChunkInfo = field(init=False)
+    tokenize_s: float = 0.0  # seconds that the tokenizer worked on the batch with its prompt
+    hidden_states: str = ""  # which hidden states it returns (``Sampling.hidden_states``)
+    decoders: tuple[ExtraDecoder, ...] = ()  # convert its logprobs and hidden states
+    num_logprob_bytes: int = 0  # its part of ``Reservation.num_logprob_bytes``
+
+    # reported by the processes
+    uid: int = -1  # the engine's number of the row; -1: not submitted
+    info: ChunkInfo = field(init=False)  # the ``meta_info`` so far; each chunk gets a copy
+    first_token: FirstToken | None = None  # when and how the row began; None: it has no token yet
+    drafts: dict[int, Extra] | None = None  # for ``meta_info``, by token index; None: the engine does not speculate
+    versions: dict[int, str] | None = None  # token index -> weights from this token on; None: they have never changed
+    final_info: ChunkInfo | None = None  # the ``meta_info`` after its end; None: it has no end yet
+    error: RowError | None = None  # why it has no answer
+
+    # unread output
+    has_unread: bool = field(init=False)  # if so, it is in ``Call.ready``; always true if the call is no stream
     text: str = ""
-    more_texts: list[str] = field(default_factory=list)
-    unread: int | list[int] = field(default_factory=list)
+    more_texts: list[str] = field(default_factory=list)  # they continue ``text``
+    # A single id is an int: a new list for each row of a frame would trigger garbage collections.
+    token_ids: int | list[int] = field(default_factory=list)
+    # By token index and kind, without the extras that one of ``decoders`` converts. If an extra arrives twice, the
+    # second one replaces the first.
     extras: dict[tuple[int, str], Extra] = field(default_factory=dict)
-    text_offset: int = 0
-    token_offset: int = 0
-    final_info: ChunkInfo | None = None
-    error: RowError | None = None
-    num_logprob_bytes: int = 0
+
+    # read output
+    text_offset: int = 0  # number of characters that were read
+    token_offset: int = 0  # number of ids that were read
+    newest_hidden_state: Extra | None = None  # if the row returns only the last one
 
     keeps_output: ClassVar[bool] = False
     """Whether output is kept after it was read, for later readers."""
 
     def __post_init__(self) -> None:
+        self.has_unread = not self.call.is_stream
         self.info = {  # type: ignore[typeddict-item]  # keys that the call asks for are added later
-            "id": self.rid,
+            "id": self.call.row_rid(self.index),
             "finish_reason": None,
             "prompt_tokens": len(self.prompt_token_ids),
             "completion_tokens": 0,
@@ -121,8 +108,8 @@ class CallRow:
         }
         if self.hidden_states:
             self.info["hidden_states"] = []
-        if self.num_image_tokens:
-            self.info["image_tokens"] = self.num_image_tokens
+        if isinstance(self.prompt_token_ids, MediaIds):
+            self.info["image_tokens"] = self.prompt_token_ids.num_image_tokens
 
     # ------------------------------------------------------------ written by the engine
 
@@ -146,7 +133,7 @@ class CallRow:
         if self.has_unread:
             self._merge(text, new)
             return False
-        self.text, self.unread = text, new
+        self.text, self.token_ids = text, new
         self.has_unread = True
         self.call.ready.append(self)
         return True
@@ -179,7 +166,7 @@ class CallRow:
     @property
     def num_output(self) -> int:
         """Number of its output tokens, read or not."""
-        num_unread = 1 if isinstance(self.unread, int) else len(self.unread)
+        num_unread = 1 if isinstance(self.token_ids, int) else len(self.token_ids)
         return self.token_offset + (num_unread if self.has_unread else 0)
 
     def failure(self, end: End) -> RowError | None:
@@ -194,9 +181,9 @@ class CallRow:
 
     def _merge(self, text: str, new: int | list[int]) -> None:
         """Append to the unread output."""
-        unread = self.unread if isinstance(self.unread, list) else [self.unread]
+        unread = self.token_ids if isinstance(self.token_ids, list) else [self.token_ids]
         unread += new if isinstance(new, list) else [new]
-        self.unread = unread
+        self.token_ids = unread
         if not self.text:
             self.text = text
         elif text:
@@ -208,7 +195,7 @@ class CallRow:
 
     def take(self) -> Chunk:
         """Return all unread output as one chunk. The caller has removed the row from ``Call.ready``."""
-        token_ids = [self.unread] if isinstance(self.unread, int) else self.unread
+        token_ids = [self.token_ids] if isinstance(self.token_ids, int) else self.token_ids
         if self.more_texts:
             self.text += "".join(self.more_texts)
             self.more_texts = []
@@ -227,9 +214,10 @@ class CallRow:
             "text_offset": text_offset,
             "token_offset": token_offset,
         }
-        if self.call.request.gives_batch:
+        request = self.call.request
+        if request.gives_batch:
             chunk["index"] = self.index
-        if self.shows_prompt:
+        if request.shows_prompt:
             chunk["prompt_token_ids"] = self.prompt_token_ids
         if self.extras or self.decoders:
             self._add_extras(chunk)
@@ -237,7 +225,7 @@ class CallRow:
         self.token_offset = num_tokens
         self.has_unread = False
         if self.final_info is not None and self.call.is_stream:
-            self.call.num_held -= 1
+            self.call.num_unread_rows -= 1
             if self.num_logprob_bytes:
                 self.keep_logprobs(0)
         return chunk
@@ -331,7 +319,7 @@ class NotifyOn(IntEnum):
     """When the reader calls ``ReaderActions.on_read``.
 
     NOTHING: never.
-    END_READ: when it has read the end of a row, because unstarted rows wait until ``Call.num_held`` is smaller.
+    END_READ: when it has read the end of a row, because unstarted rows wait until ``Call.num_unread_rows`` is smaller.
     EACH_READ: after each read, because the requests of the call are suspended.
     """
 
@@ -340,7 +328,7 @@ class NotifyOn(IntEnum):
     EACH_READ = 2
 
 
-class Ending(NamedTuple):
+class UnstartedEnd(NamedTuple):
     """How the unstarted rows of an ended call end."""
 
     code: FinishCode
@@ -348,86 +336,85 @@ class Ending(NamedTuple):
     error: RowError | None = None
 
 
+class NextRows(Struct, eq=False):
+    """The rows of a call that start next. Only for the ``Submitter``, on the engine's loop."""
+
+    are_pending: bool = False  # they wait for their tokens or images
+    num_startable: int = 0  # number of rows that may start in this iteration of the loop
+    encoded: list[Encoded] = []  # the ids of their prompts; empty: not known yet
+    tokenize_s: float = 0.0  # seconds that ``encoded`` took
+    drawn_seed: int = 0  # seed of the current prompt, if the user gave none; its samples count from it
+
+
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of the user, from its checked request to its end.
-
-    Attributes:
-        request: its checked arguments. reservation: its part of the queue limits.
-        number: the number of the call in the engine, from 1; 0: not registered.
-        deadlines: name in a finish reason -> absolute time. timer: for the next of them. ids: its ids in ``CallIds``.
-        num_started: number of started rows; they start in order. aborted: indices of rows that were aborted before
-            their start.
-        ending: how the unstarted rows end; None: they may start.
-        is_start_pending: the next rows wait for other work (tokens, images).
-        num_startable: number of rows that may start in this iteration of the loop.
-        encoded: ids of the next prompts, if not all of their rows were started. tokenize_s: how long they took.
-        drawn_seed: seed of the current prompt, if the user gave none. Its samples count from it.
-        is_accepted: its first rows are submitted. compiling: indices of the rows of a stream whose grammars are being
-            compiled; the stream is accepted when all are compiled.
-        live: started rows without an end, by index. num_open: number of rows without an end, started or not.
-        is_over: True if no row is open, or if the call has failed or was left. The engine then adds nothing more.
-        num_held: number of started rows whose end was not read. It is limited, so a batch starts its rows gradually.
-        results: answers or exceptions by index, if the call is no stream.
-        error: the error of the whole call. is_left: the rest of its output has no reader.
-        ready: rows of a stream with unread output. A new reader gets a new deque.
-        has_reader: False after the reader of an attachable call left.
-        waiter: the future of a reader that waits on the engine's loop. Its result is the next chunk, or None for any
-            other change.
-        wakers: callbacks of all other waiting readers.
-        notify_on: when the reader calls ``on_read``.
-        kept_row: the row of an attachable call.
-        on_row_end: called with each started row that ends, its ``meta_info`` and its error; None: nothing observes it.
-        weight_version: version of the weights when the call began, for rows without a token.
-    """
+    """One call of the user, from its checked request to its end. Under the engine's lock."""
 
     request: CallRequest
-    reservation: Reservation
+    reservation: Reservation  # its part of the queue limits
     called_at: float
-    weight_version: str
-    rid: str = ""
-    is_stream: bool = False
-    rows_fail_alone: bool = False
-    deadlines: dict[str, float] = field(default_factory=dict)
-    number: int = 0
-    ids: list[str] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
-    num_started: int = 0
-    aborted: set[int] = field(default_factory=set)
-    ending: Ending | None = None
-    is_start_pending: bool = False
-    num_startable: int = 0
-    encoded: list[Encoded] = field(default_factory=list)
-    tokenize_s: float = 0.0
-    drawn_seed: int = 0
-    is_accepted: bool = False
-    compiling: frozenset[int] = frozenset()
-    live: dict[int, CallRow] = field(default_factory=dict)
-    num_open: int = 0
-    num_held: int = 0
-    results: list[Answer | BaseException | None] = field(init=False, repr=False)
-    error: BaseException | None = None
-    is_left: bool = False
-    is_over: bool = False
-    ready: deque[CallRow] = field(default_factory=deque)
-    has_reader: bool = True
-    waiter: asyncio.Future[Chunk | None] | None = None
-    wakers: tuple[Callable[[], object], ...] = ()
-    notify_on: NotifyOn = NotifyOn.NOTHING
-    kept_row: CallRow | None = None
+    weight_version: str  # version of the weights at the call, for rows without a token
+
+    # its registration
+    number: int = 0  # its number in the engine, from 1; 0: not registered
+    rid: str = field(init=False)  # the caller's id, or a random one
+    ids: list[str] = field(default_factory=list)  # its ids in ``CallIds``
+    deadlines: dict[str, float] = field(init=False)  # name in a finish reason -> absolute time
+    timer: asyncio.TimerHandle | None = None  # for the next of ``deadlines``
+    # Called with each started row that ends, its ``meta_info`` and its error. None: nothing observes it.
     on_row_end: Callable[[CallRow, ChunkInfo, BaseException | None], None] | None = None
+
+    # the start of its rows
+    num_started: int = 0  # number of started rows; they start in order
+    next_rows: NextRows = field(default_factory=NextRows)
+    aborted: set[int] = field(default_factory=set)  # indices of rows that were aborted before their start
+    end_of_unstarted: UnstartedEnd | None = None  # how the unstarted rows end; None: they may start
+    compiling: frozenset[int] = frozenset()  # indices of the rows of a stream whose grammars are being compiled
+    is_accepted: bool = False  # its first rows are submitted, and none is in ``compiling``
+
+    # its rows
+    num_open: int = field(init=False)  # number of rows without an end, started or not
+    open_rows: dict[int, CallRow] = field(default_factory=dict)  # started rows without an end, by index
+    num_unread_rows: int = 0  # number of started rows whose end was not read; limited, so a batch starts gradually
+    results: list[Answer | BaseException | None] = field(init=False, repr=False)  # by index; empty for a stream
+    kept_row: CallRow | None = None  # the row of an attachable call
+
+    # its end
+    is_over: bool = field(init=False)  # no row is open, or it has failed or was left: the engine adds nothing more
+    is_left: bool = False  # the rest of its output has no reader
+    error: BaseException | None = None  # the error of the whole call
+
+    # its reader
+    ready: deque[CallRow] = field(default_factory=deque)  # rows of a stream with unread output; new for each reader
+    has_reader: bool = True  # False after the reader of an attachable call left
+    waiter: asyncio.Future[Chunk | None] | None = None  # on the engine's loop: gets a chunk, or None for other changes
+    wakers: tuple[Callable[[], object], ...] = ()  # callbacks of all other waiting readers
+    notify_on: NotifyOn = NotifyOn.NOTHING
 
     def __post_init__(self) -> None:
         request = self.request
         self.rid = request.rid or os.urandom(16).hex()
-        self.is_stream = request.is_stream
-        self.rows_fail_alone = request.returns_exceptions and request.gives_batch
+        self.deadlines = {name: self.called_at + seconds for name, seconds in request.timeouts.items()}
         self.num_open = request.num_rows
         self.is_over = self.num_open == 0
-        if not self.is_stream:
-            self.results = [None] * request.num_rows
-        if request.timeouts:
-            self.deadlines = {name: self.called_at + seconds for name, seconds in request.timeouts.items()}
+        self.results = [] if self.is_stream else [None] * request.num_rows
+
+    @property
+    def has_unstarted(self) -> bool:
+        return self.num_started < self.request.num_rows
+
+    @property
+    def may_start_rows(self) -> bool:
+        return self.end_of_unstarted is None and not self.is_over
+
+    @property
+    def is_stream(self) -> bool:
+        return self.request.is_stream
+
+    @property
+    def rows_fail_alone(self) -> bool:
+        """Whether a failed row returns its exception, instead of failing the whole call."""
+        return self.request.returns_exceptions and self.request.gives_batch
 
     @property
     def is_attachable(self) -> bool:
@@ -476,8 +463,8 @@ class Call:
 
     def add_row(self, row: CallRow) -> None:
         """Add the row that is started next."""
-        self.live[row.index] = row
-        self.num_held += 1
+        self.open_rows[row.index] = row
+        self.num_unread_rows += 1
         if self.is_attachable:
             self.kept_row = row
 
@@ -499,7 +486,7 @@ class Call:
 
         A failed row fails the whole call, unless the user asked for exceptions in the list of answers.
         """
-        if self.live.pop(row.index, None) is None:
+        if self.open_rows.pop(row.index, None) is None:
             return  # the row has an end already
         row.error = row.failure(end) if error is None else error
         row.final_info = row.final_info_for(end, delivered_at)
@@ -516,21 +503,21 @@ class Call:
             if self.compiling:
                 self.note_compiled(row)
         else:
-            self.num_held -= 1
+            self.num_unread_rows -= 1
             self.results[row.index] = row.error or row.answer()
             if self.num_open == 0:
                 self.wake()
 
-    def drop_live(self, now: float) -> list[int]:
+    def drop_open_rows(self, now: float) -> list[int]:
         """Drop the rows without an end, because the call has failed or was left. Return their uids."""
         if self.on_row_end is not None:
             code = FinishCode.ABORT if self.error is None else FinishCode.FAILED
             message = "its reader left" if self.error is None else str(self.error)
-            for row in self.live.values():
+            for row in self.open_rows.values():
                 end = End(row.uid, code, message=message, ended_at=now)
                 self.on_row_end(row, row.final_info_for(end, now), self.error)
-        uids = [row.uid for row in self.live.values()]
-        self.live.clear()
+        uids = [row.uid for row in self.open_rows.values()]
+        self.open_rows.clear()
         return uids
 
     def fail(self, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from aioengine.errors import EngineError
-from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn, ReadPosition
+from aioengine.frontend.calls.call import Call, CallRow, NotifyOn, ReadPosition, UnstartedEnd
 from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.calls.delivery import Delivery
 from aioengine.frontend.calls.finished import RecordedRequest, recorded_request
@@ -100,7 +100,7 @@ class Calls:
             if call.notify_on is NotifyOn.EACH_READ:
                 with self._lock:
                     call.notify_on = NotifyOn.NOTHING
-                    uids = [row.uid for row in call.live.values()]
+                    uids = [row.uid for row in call.open_rows.values()]
                 self._send([Resume(uids)])
             self.submitter.submit_next(call)
 
@@ -113,7 +113,7 @@ class Calls:
             if call.read_position != position:
                 return
             call.notify_on = NotifyOn.EACH_READ
-            uids = [row.uid for row in call.live.values()]
+            uids = [row.uid for row in call.open_rows.values()]
         self._send([Suspend(uids)])
 
     def row_ended(self, row: CallRow) -> None:
@@ -151,7 +151,7 @@ class Calls:
             if not call.is_over:
                 return
             request, now = call.request, time.monotonic()
-            uids = call.drop_live(now) if call.live else ()
+            uids = call.drop_open_rows(now) if call.open_rows else ()
             for uid in uids:
                 self.rows.pop(uid, None)
             if request.sessions is not None:
@@ -218,8 +218,8 @@ class Calls:
             if call not in self.opened:
                 continue
             with self._lock:
-                uids = [row.uid for row in call.live.values()]
-            self.submitter.end_unstarted(call, Ending(code))
+                uids = [row.uid for row in call.open_rows.values()]
+            self.submitter.end_unstarted(call, UnstartedEnd(code))
             if uids:
                 self._send([Abort(uids, code, message)])
             self.close_if_over(call)
@@ -243,7 +243,7 @@ class Calls:
             return
         call.aborted.update(index for index in rows if index >= call.num_started)
         with self._lock:
-            uids = [call.live[index].uid for index in rows if index in call.live]
+            uids = [call.open_rows[index].uid for index in rows if index in call.open_rows]
         if uids:
             self._send([Abort(uids)])
 
@@ -253,10 +253,10 @@ class Calls:
         with self._lock:
             if call.rows_fail_alone and not call.is_over:
                 now = time.monotonic()
-                for row in list(call.live.values()):
+                for row in list(call.open_rows.values()):
                     end = End(row.uid, FinishCode.FAILED, stage="engine", message=str(error), ended_at=now)
                     call.end_row(row, end, now, error)
-                self.submitter.end_unstarted(call, Ending(FinishCode.FAILED, error=error))
+                self.submitter.end_unstarted(call, UnstartedEnd(FinishCode.FAILED, error=error))
             else:
                 call.fail(error)
         self.close_if_over(call)
@@ -276,8 +276,8 @@ class Calls:
         """
         now = time.monotonic()  # one reading: a deadline is either over or waited for again
         expired = call.expired_deadline(now)
-        if expired is not None and call.num_started < call.request.num_rows:
-            self.submitter.end_unstarted(call, Ending(FinishCode.DEADLINE, matched=expired))
+        if expired is not None and call.has_unstarted:
+            self.submitter.end_unstarted(call, UnstartedEnd(FinishCode.DEADLINE, matched=expired))
         for name, deadline in call.deadlines.items():
             if now >= deadline + GRACE_S:
                 self.end_here(call, FinishCode.DEADLINE, name)
@@ -290,7 +290,7 @@ class Calls:
         self.delivery.end_rows()  # ends that have arrived
         now = time.monotonic()
         with self._lock:
-            rows = [row for row in call.live.values() if deadline in (None, "total") or row.first_token is None]
+            rows = [row for row in call.open_rows.values() if deadline in (None, "total") or row.first_token is None]
             if deadline == "queue" and rows:
                 # The scheduler checks deadlines between steps. A row certainly waits if no step has ended since the
                 # call, and the steps that run now do not compute it.

@@ -42,7 +42,7 @@ def recorded_request(row: CallRow, output_ids: list[int]) -> RecordedRequest | N
     if request.salts is not None and request.salts.of(prompt_index).startswith(SELFCHECK_SALT):
         return None
     return RecordedRequest(
-        row.rid,
+        row.info["id"],
         prompt_ids,
         output_ids,
         request.params_of(prompt_index),

@@ -170,7 +170,7 @@ class LoggedRow(CallRow):
             self.call.ready.append(self)
 
     def take(self) -> Chunk:
-        self.text, self.unread = self.log.text_since(self.text_offset), self.log.token_ids[self.token_offset :]
+        self.text, self.token_ids = self.log.text_since(self.text_offset), self.log.token_ids[self.token_offset :]
         return super().take()
 
 

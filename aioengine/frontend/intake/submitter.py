@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from aioengine.api.answers import RowError
 from aioengine.api.params import SamplingParams, drawn_seed
 from aioengine.errors import EngineOverloadedError, RequestError, RequestTooLargeError, describe
-from aioengine.frontend.calls.call import Call, CallRow, Ending, NotifyOn
+from aioengine.frontend.calls.call import Call, CallRow, NotifyOn, UnstartedEnd
 from aioengine.frontend.calls.call_ids import CallIds
 from aioengine.frontend.calls.overload import QueueLimits
 from aioengine.frontend.calls.row_types import row_type
@@ -109,7 +109,7 @@ class Submitter:
     def _add_checked(self, call: Call, work: Future[None]) -> None:
         """Register the ids of checked rows, and check the next ones. When all are checked, start more rows."""
         error: Exception | None = None
-        if call.ending is None and not call.is_over:
+        if call.may_start_rows:
             try:
                 work.result()
                 with self._lock:
@@ -137,25 +137,25 @@ class Submitter:
 
         An exception ends the call. Usually the loop calls this as a callback, and would only log the exception.
         """
-        request = call.request
-        if call.is_start_pending or call.ending is not None or call.is_over:
+        request, next_rows = call.request, call.next_rows
+        if next_rows.are_pending or not call.may_start_rows:
             return
         try:
             with self._lock:
                 # Twice as many as can run, so that rows wait in the scheduler when others end.
-                num_startable = 2 * self._settings.scheduler.max_running - call.num_held
+                num_startable = 2 * self._settings.scheduler.max_running - call.num_unread_rows
                 if request.logprobs is not None:
                     num_startable = self._num_startable_with_logprobs(call, num_startable)
                 if call.notify_on is not NotifyOn.EACH_READ:
                     call.notify_on = NotifyOn.END_READ if num_startable <= 0 else NotifyOn.NOTHING
-            call.num_startable = min(num_startable, MAX_ROWS_AT_ONCE)
+            next_rows.num_startable = min(num_startable, MAX_ROWS_AT_ONCE)
             if num_startable <= 0:
                 return
-            if call.encoded:
-                self._start_rows(call, call.encoded, call.tokenize_s)
+            if next_rows.encoded:
+                self._start_rows(call, next_rows.encoded, next_rows.tokenize_s)
                 return
             first = call.num_started // request.num_samples
-            max_prompts = max(1, call.num_startable // request.num_samples)
+            max_prompts = max(1, next_rows.num_startable // request.num_samples)
             prompts = request.prompts[first : min(first + max_prompts, request.num_registered)]
             if not prompts:
                 return
@@ -166,7 +166,7 @@ class Submitter:
             if None not in known:
                 start(call, cast("list[Encoded]", known), 0.0)
             else:  # all go to the thread, so that rows start in order
-                call.is_start_pending = True
+                next_rows.are_pending = True
                 prompts = [
                     ids if isinstance(ids, Exception) else prompt for prompt, ids in zip(prompts, known, strict=True)
                 ]
@@ -194,7 +194,7 @@ class Submitter:
             num_rows += request.num_samples
             prompt_index += 1
         # The rows of the first prompt are always tried: they start, or are refused.
-        return min(limit, max(num_rows, 0 if call.num_held else request.num_samples))
+        return min(limit, max(num_rows, 0 if call.num_unread_rows else request.num_samples))
 
     def _ids_if_known(self, prompt: CheckedPrompt | PromptError) -> list[int] | PromptError | None:
         """Return the ids of a prompt that needs no tokenizer, or its error. None: it must be tokenized.
@@ -214,28 +214,28 @@ class Submitter:
 
     def _place_images(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
         """Start the rows of the next prompts. A single prompt first gets its images."""
-        if self._images is None or len(encoded) != 1 or call.ending is not None or call.is_over:
+        if self._images is None or len(encoded) != 1 or not call.may_start_rows:
             self._start_rows(call, encoded, tokenize_s)
             return
 
         def placed(ids: Encoded, more_s: float) -> None:
             self._start_rows(call, [ids], tokenize_s + more_s)
 
-        call.is_start_pending = True
+        call.next_rows.are_pending = True
         self._images.place(call, encoded[0], placed)
 
     def _start_rows(self, call: Call, encoded: list[Encoded], tokenize_s: float) -> None:
-        """Start ``Call.num_startable`` rows of the next prompts, whose ids are known, then the next rows, later.
+        """Start ``NextRows.num_startable`` rows of the next prompts, whose ids are known, then the next rows, later.
 
         After ``MAX_BYTES_AT_ONCE``, or after a large first row of a scored call, the other rows start later.
         """
-        call.is_start_pending = False
-        if call.ending is not None or call.is_over:
+        request, next_rows, num_bytes = call.request, call.next_rows, 0
+        next_rows.are_pending = False
+        if not call.may_start_rows:
             return
-        request, num_bytes = call.request, 0
         submits: list[Submit] = []
         first = call.num_started // request.num_samples
-        end = min((first + len(encoded)) * request.num_samples, call.num_started + call.num_startable)
+        end = min((first + len(encoded)) * request.num_samples, call.num_started + next_rows.num_startable)
         try:
             with self._lock:
                 while call.num_started < end and not call.is_over:
@@ -259,10 +259,11 @@ class Submitter:
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
-        call.encoded, call.tokenize_s = encoded[call.num_started // request.num_samples - first :], tokenize_s
+        next_rows.encoded = encoded[call.num_started // request.num_samples - first :]
+        next_rows.tokenize_s = tokenize_s
         if call.is_over:
             self._close_if_over(call)
-        elif call.num_started < request.num_rows:
+        elif call.has_unstarted:
             self._loop.call_soon(self.submit_next, call)
 
     def _start_row(self, call: Call, encoded: Encoded, tokenize_s: float, submits: list[Submit]) -> None:
@@ -289,8 +290,8 @@ class Submitter:
         else:
             if sample == 0:
                 self._num_seeds += 1
-                call.drawn_seed = drawn_seed(self._settings.random_seed + self._num_seeds)
-            seed = call.drawn_seed
+                call.next_rows.drawn_seed = drawn_seed(self._settings.random_seed + self._num_seeds)
+            seed = call.next_rows.drawn_seed
         ids = encoded if isinstance(encoded, list) else []
         row = self._add_row(call, ids, seed=(seed + sample) & SEED_MASK, tokenize_s=tokenize_s)
         if not isinstance(encoded, list):
@@ -319,16 +320,12 @@ class Submitter:
         row = row_type(request)(
             call,
             index,
-            call.row_rid(index),
             seed,
-            tokenize_s,
             ids,
-            shows_prompt=request.shows_prompt,
-            decoders=request.decoders_of(prompt_index, len(ids), self._model.hidden_size) if has_extras else (),
+            tokenize_s,
             hidden_states=request.hidden_states_of(prompt_index) if has_extras else "",
+            decoders=request.decoders_of(prompt_index, len(ids), self._model.hidden_size) if has_extras else (),
             drafts={} if self._settings.scheduler.max_drafts else None,
-            num_image_tokens=ids.num_image_tokens if isinstance(ids, MediaIds) else 0,
-            has_unread=not call.is_stream,
         )
         call.add_row(row)
         return row
@@ -408,14 +405,14 @@ class Submitter:
 
     # ------------------------------------------------------------ rows that will not start
 
-    def end_unstarted(self, call: Call, ending: Ending) -> None:
+    def end_unstarted(self, call: Call, end: UnstartedEnd) -> None:
         """Start no more rows of the call, and end the rows that were not started.
 
         They end in the next iterations of the loop, because a large batch would block it. If the call is ending
         already, nothing changes.
         """
-        if call.ending is None and call.num_started < call.request.num_rows:
-            call.ending = ending
+        if call.end_of_unstarted is None and call.has_unstarted:
+            call.end_of_unstarted = end
             self._ending.append(call)
             if len(self._ending) == 1:
                 post(self._loop, self.end_some)
@@ -434,13 +431,13 @@ class Submitter:
                 call = self._ending[0]
                 with self._lock:
                     try:
-                        while not call.is_over and call.num_started < call.request.num_rows and max_rows > 0:
-                            _end_row(self._add_row(call, []), *cast("Ending", call.ending))
+                        while not call.is_over and call.has_unstarted and max_rows > 0:
+                            _end_row(self._add_row(call, []), *cast("UnstartedEnd", call.end_of_unstarted))
                             max_rows -= 1
                     except Exception as error:
                         call.fail(RequestError("submit", describe(error)))
                 max_rows -= 1  # a call without rows takes time too
-                if call.is_over or call.num_started == call.request.num_rows:
+                if call.is_over or not call.has_unstarted:
                     self._ending.popleft()
                     self._close_if_over(call)
         finally:

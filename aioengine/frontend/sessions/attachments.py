@@ -65,7 +65,7 @@ class Attachment(Struct, eq=False):
         self.call.notify_on = NotifyOn.END_READ  # the time to attach starts when a reader has read the end
         self.num_kept = TOKENS_PER_REQUEST
         if (row := self.row) is not None:
-            if not row.shows_prompt:
+            if not self.call.request.shows_prompt:
                 row.prompt_token_ids = []
             self.num_kept += row.num_kept_tokens
 

@@ -14,7 +14,7 @@ from tests.kit.calls import add_row, make_call
 
 def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, index: int = 0) -> Answer:
     """Return the answer of a row whose call was made at 10 s."""
-    row = a_row(index, has_unread=True)
+    row = a_row(index)
     row.put(text, token_ids)
     row.call.end_row(row, end, delivered_at)
     answer = row.call.results[index]
@@ -22,9 +22,10 @@ def answer_of(text: str, token_ids: list[int], end: End, delivered_at: float, in
     return answer
 
 
-def a_row(index: int = 0, *, num_rows: int = 3, is_stream: bool = False, **fields: object) -> CallRow:
-    call = make_call(num_rows, called_at=10.0, is_stream=is_stream)
-    return add_row(call, index, seed=5, tokenize_s=1.0, prompt_token_ids=[1, 2, 3], **fields)
+def a_row(index: int = 0, *, num_rows: int = 3, **fields: bool) -> CallRow:
+    """``fields``: of the call's request."""
+    call = make_call(num_rows, called_at=10.0, **fields)
+    return add_row(call, index, seed=5, tokenize_s=1.0, prompt_token_ids=[1, 2, 3])
 
 
 def finished(code: FinishCode, **fields: object) -> End:
@@ -33,7 +34,7 @@ def finished(code: FinishCode, **fields: object) -> End:
 
 class TestWeightVersions:
     def test_rows_have_a_span_of_tokens_for_each_version(self) -> None:
-        row = a_row(has_unread=True)
+        row = a_row()
         row.put_extra(Extra(1, 3, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 6, WEIGHT_VERSION, b"v3"))
@@ -46,7 +47,7 @@ class TestWeightVersions:
 
     def test_tokens_that_are_computed_again_have_the_new_version(self) -> None:
         """The first process was lost after it had reported a version of tokens that were not delivered."""
-        row = a_row(has_unread=True)
+        row = a_row()
         row.put_extra(Extra(1, 5, WEIGHT_VERSION, b"v2"))
         row.put_extra(Extra(1, 2, WEIGHT_VERSION, b"v3"))
         row.put("text", [10] * 8)
@@ -113,7 +114,7 @@ class TestDicts:
             "text_offset": 4,
             "token_offset": 3,
             "meta_info": {
-                "id": "x_0",
+                "id": "x",
                 "finish_reason": None,
                 "prompt_tokens": 3,
                 "completion_tokens": 5,

@@ -181,11 +181,11 @@ class TestLeaving:
         slot.call.notify_on = NotifyOn.END_READ
         slot.rows[0].put("a", [1])
         slot.end(slot.rows[1])
-        assert slot.call.num_held == 3
+        assert slot.call.num_unread_rows == 3
         slot.reader.take()
         assert slot.requests.names == []
         slot.reader.take()
-        assert slot.call.num_held == 2
+        assert slot.call.num_unread_rows == 2
         assert slot.requests.names == ["on_read"]
 
 
@@ -259,8 +259,8 @@ class TestRouter:
         delivery.deliver(frame)
         delivery.wake()
         assert ended == [slot.rows[1]]
-        assert (slot.rows[1].text, slot.rows[1].unread) == ("bee", [1, 2])
-        assert (slot.rows[0].text, slot.rows[0].unread) == ("", [4])
+        assert (slot.rows[1].text, slot.rows[1].token_ids) == ("bee", [1, 2])
+        assert (slot.rows[0].text, slot.rows[0].token_ids) == ("", [4])
         assert set(delivery.rows) == {7, 9}
         assert delivery.num_detokenizing == 2
 
@@ -273,7 +273,7 @@ class TestRouter:
         before = gc.get_count()[0]
         delivery.deliver(frame)
         assert gc.get_count()[0] - before < 50
-        assert [row.unread for row in slot.rows] == list(range(500))
+        assert [row.token_ids for row in slot.rows] == list(range(500))
 
     async def test_frames_that_come_together_are_one_chunk_with_the_end(self) -> None:
         slot = Slot()
