@@ -225,14 +225,9 @@ def end_of(request: Request) -> End | None:
 
 
 def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End | None:
-    """Return the end of a request that cannot start: its prompt is empty or too long, or it asks for no output."""
-    uid, num_prompt = submit.uid, len(submit.prompt_token_ids)
-    if num_prompt == 0:
-        return End(uid, FinishCode.FAILED, stage="schedule", message="the prompt has no tokens; give at least one")
-    generates = submit.kind is RequestKind.GENERATE
-    if submit.limits.max_new_tokens <= 0 and generates:
-        return End(uid, FinishCode.LENGTH)
-    min_tokens = num_prompt + 1 if generates else num_prompt
+    """Return the end of a request whose prompt is too long."""
+    num_prompt = len(submit.prompt_token_ids)
+    min_tokens = num_prompt + 1 if submit.kind is RequestKind.GENERATE else num_prompt
     if min_tokens > context_length:
         limit, advice = f"{context_length} (the context)", "shorten it"
     elif min_tokens > pool_tokens:
@@ -240,7 +235,7 @@ def refusal_of(submit: Submit, *, context_length: int, pool_tokens: int) -> End 
     else:
         return None
     message = f"the prompt has {num_prompt} tokens; prompt and output together may have at most {limit}; {advice}"
-    return End(uid, FinishCode.TOO_LARGE, message=message)
+    return End(submit.uid, FinishCode.TOO_LARGE, message=message)
 
 
 def with_image_keys(token_ids: list[int], media: Sequence[Media]) -> list[int]:

@@ -156,13 +156,7 @@ class Requests:
     # ------------------------------------------------------------ from outside
 
     def submit(self, submit: Submit, now: float = 0.0) -> None:
-        """Queue a request. End it at once if it can never run, or if it has ``refuse_late`` and would be late.
-
-        Raises:
-            ValueError: a request with this uid has not ended.
-        """
-        if submit.uid in self._requests:
-            raise ValueError(f"uid {submit.uid} was submitted twice; a uid is unique for the life of the engine")
+        """Queue a request. End it at once if it can never run, or if it has ``refuse_late`` and would be late."""
         refusal = refusal_of(submit, context_length=self._settings.context_length, pool_tokens=self._pool_tokens)
         if refusal is not None:
             self.events.end(refusal)

@@ -266,7 +266,7 @@ def random_requests(rng: random.Random, *, count: int, max_prompt: int, max_outp
         num_shared = rng.choice([0, num_prompt, rng.randint(0, num_prompt)])
         prompt = trunk[:num_shared] + [rng.randrange(50) for _ in range(num_prompt - num_shared)]
         limits = Limits(
-            max_new_tokens=rng.choice([0, 1, max_output, rng.randint(1, max_output)]),
+            max_new_tokens=rng.choice([1, 1, max_output, rng.randint(1, max_output)]),
             min_new_tokens=rng.choice([0, 0, 3]),
             stop_token_ids=rng.choice([(), (3,), (3, 7)]),
         )
