@@ -16,8 +16,7 @@ from aioengine.errors import EngineError, EngineStalledError, RequestError
 from aioengine.protocol.messages import Argument, Control, Reply
 
 CONTROL_TIMEOUT_S: Final = 60.0
-ACTIVITIES: Final = ("CPU", "GPU", "MEM")
-MAX_ACTIVITIES: Final = 16
+ACTIVITIES: Final = {"CPU": "CPU", "GPU": "GPU", "MEM": "MEM"}
 WRITE_TIMEOUT_S: Final = 600.0
 """A trace of many steps is long."""
 
@@ -196,12 +195,5 @@ def _prefix(value: object) -> str:
 
 
 def _activities(value: Sequence[str] | None) -> list[str]:
-    if value is None:
-        return ["CPU", "GPU"]
-    if isinstance(value, str):
-        value = [value]
-    words = checks.items("activities", value, MAX_ACTIVITIES, allowed="a list of strings")
-    kinds = [checks.text("activities entries", word).upper() for word in words]
-    if not kinds or not set(kinds) <= set(ACTIVITIES):
-        raise checks.wrong_value("activities", f"some of {', '.join(ACTIVITIES)}", value)
-    return kinds
+    words = ("CPU", "GPU") if value is None else checks.sequence("activities", value, allowed="a list of strings")
+    return [checks.choice("activities entries", word, ACTIVITIES) for word in words]

@@ -156,10 +156,7 @@ def adapter_choice(options: Mapping[str, object], counts: PromptCounts) -> Adapt
 
 
 def _name(value: object) -> str | None:
-    if value is None:
-        return None
-    advice = "give the name of an adapter, or None for the base model"
-    return checks.text("lora_path", value, max_bytes=MAX_NAME_BYTES, if_empty=advice)
+    return None if value is None else _checked_name("lora_path", value)
 
 
 _HELD: ContextVar[AdapterChoice | None] = ContextVar("aioengine_held_adapter", default=None)
@@ -167,7 +164,7 @@ _HELD: ContextVar[AdapterChoice | None] = ContextVar("aioengine_held_adapter", d
 
 
 class LoadedAdapters:
-    """The adapters of an engine. ``open`` runs on any thread, with the engine's lock; other methods on its loop."""
+    """The adapters of an engine. ``open`` runs on any thread and takes the engine's lock; other methods on its loop."""
 
     def __init__(self, rules: AdapterRules | None, controls: Controls, lock: threading.RLock) -> None:
         """``rules``: None if the engine has no adapters."""
@@ -267,8 +264,9 @@ class LoadedAdapters:
         """
         name = _checked_name("lora_name", lora_name)
         is_pinned = checks.switch("pinned", pinned)
+        given = str(lora_path) if isinstance(lora_path, PurePath) else lora_path
         try:
-            path = _folder(lora_path)
+            path = absolute_folder(checks.text("lora_path", given, if_empty="give the folder of the adapter"))
         except OSError as error:  # it is relative, and the working folder is gone
             return self._result(f"the folder {lora_path!r} cannot be found: {describe(error)}")
         return self._result(await self._load(name, path, is_pinned=is_pinned))
@@ -421,8 +419,7 @@ def _arguments(adapter: Adapter) -> dict[str, Argument]:
 
 
 def _checked_name(argument: str, value: object) -> str:
-    advice = "give the name by which requests name the adapter"
-    return checks.text(argument, value, max_bytes=MAX_NAME_BYTES, if_empty=advice)
+    return checks.text(argument, value, max_bytes=MAX_NAME_BYTES, if_empty="give the name of the adapter")
 
 
 def _config(value: object) -> str:
@@ -441,8 +438,6 @@ def _without_path(message: str, path: str) -> str:
     return message.replace(f"{path}/{adapter_folder.TENSORS}", BY_TENSOR).replace(path, BY_TENSOR)
 
 
-def _folder(value: object) -> Path:
-    """Return the absolute path: the scheduler process may have another working directory."""
-    path = str(value) if isinstance(value, PurePath) else value
-    given = checks.text("lora_path", path, if_empty="give the folder of the adapter")
-    return Path(os.path.expanduser(given)).absolute()
+def absolute_folder(path: str) -> Path:
+    """Return the absolute path of an adapter: the scheduler process may have another working directory."""
+    return Path(os.path.expanduser(path)).absolute()

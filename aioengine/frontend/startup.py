@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from aioengine.frontend.engine_parts import Blueprint, EngineParts
 from aioengine.frontend.frontend import Frontend
 from aioengine.frontend.intake.encoder import longest_token
 from aioengine.frontend.intake.image_prompts import start_intake
-from aioengine.frontend.loaded_adapters import AdapterRules
+from aioengine.frontend.loaded_adapters import AdapterRules, absolute_folder
 from aioengine.frontend.progress import ProgressBars, is_wanted
 from aioengine.logs import log, show_logs, warn_caller
 from aioengine.media.tokens._base import find_image_model
@@ -90,7 +89,7 @@ def _with_absolute_paths(config: EngineConfig) -> EngineConfig:
     """Return ``config`` with absolute paths, because the working directory may change before the start."""
     draft_path = _absolute(config.speculation.draft_model_path, "speculative_draft_model_path")
     config = replace(config, speculation=replace(config.speculation, draft_model_path=draft_path))
-    adapters = tuple(replace(adapter, path=_absolute_folder(adapter.path)) for adapter in config.lora.adapters)
+    adapters = tuple(replace(adapter, path=str(absolute_folder(adapter.path))) for adapter in config.lora.adapters)
     config = replace(config, lora=replace(config.lora, adapters=adapters))
     model = config.model
     path, tokenizer_path = _absolute(model.path, "model_path"), _absolute(model.tokenizer_path, "tokenizer_path")
@@ -112,10 +111,6 @@ def _checked(config: EngineConfig) -> Callable[[], Blueprint]:
 
 def _absolute(path: str | None, argument: str) -> str | None:
     return path if path is None or model_folder.needs_download(path) else model_folder.locate(path, argument=argument)
-
-
-def _absolute_folder(path: str) -> str:
-    return str(Path(os.path.expanduser(path)).absolute())
 
 
 def blueprint_of(config: EngineConfig) -> Blueprint:
@@ -197,8 +192,7 @@ def read_adapters(config: EngineConfig) -> list[AdapterFolder]:
     if config.lora.enabled is False:
         return []
     return [
-        read_folder(Path(_absolute_folder(path)))
-        for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)
+        read_folder(absolute_folder(path)) for path in dict.fromkeys(adapter.path for adapter in config.lora.adapters)
     ]
 
 

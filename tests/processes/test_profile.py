@@ -53,7 +53,7 @@ def test_trace_has_a_range_for_each_step(engine: Engine, tmp_path: Path) -> None
 
 @pytest.mark.process
 def test_profile_ends_after_num_steps(engine: Engine, tmp_path: Path) -> None:
-    engine.start_profile(tmp_path, num_steps=3, activities=["cpu"])
+    engine.start_profile(tmp_path, num_steps=3, activities=["CPU"])
     engine.generate(PROMPT, {"max_new_tokens": 12, "ignore_eos": True})
     engine.start_profile(tmp_path, num_steps=1)
     path = engine.stop_profile()
@@ -85,9 +85,9 @@ async def test_async_engine_checks_the_arguments_of_a_profile(tmp_path: Path) ->
         for options, words in (
             ({"num_steps": 0}, "num_steps must be an integer of at least 1"),
             ({"activities": 3}, "activities must be a list of strings, got 3"),
-            ({"activities": [3]}, "activities entries must be a string, got 3"),
+            ({"activities": [3]}, "activities entries must be one of 'CPU', 'GPU', 'MEM', got 3"),
             ({"with_stack": 0}, "with_stack must be True or False, got 0"),
-            ({"activities": ["TPU"]}, "activities must be some of CPU, GPU, MEM"),
+            ({"activities": ["TPU"]}, "activities entries must be one of 'CPU', 'GPU', 'MEM'"),
             ({"profile_prefix": "a/b"}, "profile_prefix must be"),
         ):
             with pytest.raises((TypeError, ValueError), match=words):
