@@ -327,8 +327,7 @@ class Incarnation:
                     else:  # only the message that cannot be encoded fails
                         frames = [[message] for message in frame]
         except BacklogFullError as error:
-            stalled = EngineStalledError(f"the scheduler process does not read its messages: {error}")
-            loop.call_soon(self._lose, SCHEDULER, stalled)
+            loop.call_soon(self._lose, SCHEDULER, EngineStalledError(str(error)))
         except Exception as error:  # otherwise calls would wait forever for replies to lost messages
             loop.call_soon(self._fail, "messages for the scheduler could not be sent", error)
 

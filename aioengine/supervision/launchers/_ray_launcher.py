@@ -151,7 +151,7 @@ class RayLauncher:
             context = Context()
             self._closing.callback(end_context, context)
             self._closing.callback(KeyCheck(context, key).close)
-            self.sender = _ImageSender(context, end, self.epoch, receiver="it")
+            self.sender = _ImageSender(context, end, self.epoch, receiver="the scheduler process")
             self._closing.callback(self.sender.close)
             self.receiver = AsyncZmqReceiver(context, self.epoch)
             self._closing.callback(self.receiver.close)

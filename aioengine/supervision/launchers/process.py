@@ -70,7 +70,9 @@ class ProcessLauncher:
             self.receiver = AsyncZmqReceiver(context, self.epoch)
             self._closing.callback(self.receiver.close)
             await self._in_thread(self._spawn_all)
-            self.sender = ZmqSender(context, self._folder.inboxes[SCHEDULER], self.epoch, receiver="it")
+            self.sender = ZmqSender(
+                context, self._folder.inboxes[SCHEDULER], self.epoch, receiver="the scheduler process"
+            )
             self._closing.callback(self.sender.close)
             for endpoint in self._uplinks.values():
                 self.receiver.attach(endpoint)
