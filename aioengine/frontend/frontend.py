@@ -47,8 +47,7 @@ STOP_TIMEOUT_S: Final = 5.0
 class Frontend:
     """A started engine: opens calls, and delivers the messages of the processes. Created on the engine's loop.
 
-    Comments say which methods may be called from any thread. The others are called only on the loop. It implements
-    ``ReaderActions``.
+    Implements ``ReaderActions``. Methods under "from any thread" may be called there; all others only on the loop.
 
     Attributes:
         images: the images of prompts; None: the model reads only text.
@@ -77,8 +76,8 @@ class Frontend:
             self.controls,
             parts.processes,
             parts.facts,
-            keeps=parts.blueprint.keeps_tensors,
-            is_alone=settings.runner.num_runners == 1,
+            keeps_copies=parts.blueprint.keeps_tensors,
+            has_one_runner=settings.runner.num_runners == 1,
         )
         self.adapters = LoadedAdapters(parts.blueprint.adapters, self.controls, lock)
         self.sessions = Sessions(parts, self.controls, lock, self.limits)

@@ -88,14 +88,20 @@ class LiveWeights:
     """Updates the weights of all replicas. On the engine's loop."""
 
     def __init__(
-        self, controls: Controls, processes: Processes, facts: Mapping[str, object], *, keeps: bool, is_alone: bool
+        self,
+        controls: Controls,
+        processes: Processes,
+        facts: Mapping[str, object],
+        *,
+        keeps_copies: bool,
+        has_one_runner: bool,
     ) -> None:
-        """facts: of the runner. keeps: keep a copy of tensors for new processes. is_alone: there is one runner."""
+        """facts: of the runner. keeps_copies: keep copies of tensors for new processes."""
         self._controls = controls
         self._processes = processes
-        self._keeps_copies = keeps
+        self._keeps_copies = keeps_copies
         self._first_version = str(facts.get("weight_version", processes.weights.version))
-        self._gpu = str(facts.get("device_uuid", "")) if is_alone and not keeps else ""
+        self._gpu = str(facts.get("device_uuid", "")) if has_one_runner and not keeps_copies else ""
         self.lock = asyncio.Lock()
         self.task: asyncio.Task[Any] | None = None  # holds the lock
         self._update: _OpenUpdate | None = None

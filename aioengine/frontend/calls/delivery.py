@@ -32,8 +32,8 @@ EXTRA_BYTES: Final = 128
 class Delivery:
     """Puts chunks into their rows, and wakes their readers. On the engine's loop.
 
-    Reading many extras takes long. Messages with more extras than one iteration of the loop may read wait for later
-    iterations, and all later messages wait behind them.
+    Reading many extras takes long. If the extras of a message exceed the limit of this iteration of the loop, the
+    message waits for a later iteration. All later messages wait behind it.
 
     Attributes:
         rows: ``Calls.rows``. num_detokenizing: open requests in the detokenizer.

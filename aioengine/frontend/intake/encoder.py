@@ -1,8 +1,8 @@
 """Encoder: converts prompts to token ids, on threads of its own.
 
-Prompts that arrive in one iteration of the loop, or while the thread is busy, are encoded together, up to the size of a
-large step. Long prompts have their own thread, so that short prompts never wait for them. This thread also checks the
-rows of long batches. The tokenizer releases the GIL.
+Prompts that arrive in one iteration of the loop, or while the thread is busy, are encoded together, about
+``BATCH_BYTES`` at a time. Long prompts have their own thread, so that short prompts never wait for them. This thread
+also checks the rows of long batches. The tokenizer releases the GIL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 LONG_BYTES = 64 * 1024
 """Larger prompts use the thread for long prompts."""
 BATCH_BYTES = 32 * 1024
-"""Size of a batch of short prompts: they can be computed while the next batch is encoded."""
+"""Size at which waiting short prompts are given to the thread. The scheduler can compute them while the next ones are
+encoded."""
 
 PIECE_CHARACTERS = 16 * 1024
 MAX_SHRINKING = 3

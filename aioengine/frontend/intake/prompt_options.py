@@ -103,8 +103,8 @@ class LogprobOptions(NamedTuple):
     with_text: PerPrompt[bool]
 
     @property
-    def differ(self) -> bool:
-        """Whether they may differ between the prompts."""
+    def is_list(self) -> bool:
+        """Whether one of them has one value per prompt."""
         return any(option.is_list for option in self)
 
     def of(self, prompt_index: int) -> LogprobRules | None:

@@ -27,7 +27,7 @@ IDS: Final = "a list of token ids"
 MESSAGES: Final = "a list of dicts with role and content"
 
 MAX_CHARACTERS: Final = 256 * 1024
-"""Tools and variables of a template count at most this many characters."""
+"""Upper limit of the characters counted for tools and variables. Larger ones count as this many."""
 
 CHAT_ARGUMENTS: Final = ("chat_template", VARIABLES, "enable_thinking", "tools")
 MAX_TOOLS: Final = 1024

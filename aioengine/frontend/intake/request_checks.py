@@ -1,4 +1,4 @@
-"""RequestChecks: checks the rows of a call against the engine's model and limits, before anything is queued."""
+"""RequestChecks: checks the rows of a call against the engine's model and limits, before they are queued."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestChecks:
         self.encoder = encoder
         self.images = images
         self._num_replicas = cast("int", parts.facts.get("num_replicas", 1))
-        # Ids are checked in one pass. msgspec keeps what it knows of the types of a Struct.
+        # Ids are checked in one pass. msgspec caches the types of a Struct.
         self._ids = defstruct("Ids", [("token_ids", list[Annotated[int, Meta(ge=0, lt=model.vocab_size)]])])
         self.output_limit = partial(
             output_limit, context_length=model.context_length, max_total_tokens=parts.max_total_tokens
@@ -60,7 +60,7 @@ class RequestChecks:
                 raise checks.wrong_value("routed_dp_rank", f"less than dp_size={self._num_replicas}", request.replica)
             if request.pooled is not None or self.model.task != "generate":
                 request.pooled = completed(request.pooled, self.model)
-            self._check_options(request, 0, differ=False)
+            self._check_options(request, 0, per_prompt=False)
         for index in range(first, len(request.prompts)):
             prompt = request.prompts[index]
             if not has_tokenizer and isinstance(prompt, TextPrompt | ChatPrompt | PooledPrompt):
@@ -69,7 +69,7 @@ class RequestChecks:
                 self._check_template(prompt.options.template)
             try:
                 if request.lists or request.given_params is not None:
-                    self._check_options(request, index, differ=True)
+                    self._check_options(request, index, per_prompt=True)
                 if isinstance(prompt, IdsPrompt):
                     self.check_ids(prompt.token_ids)
                 if request.images is not None or isinstance(prompt, ChatPrompt):
@@ -77,14 +77,14 @@ class RequestChecks:
             except (TypeError, ValueError) as error:
                 request.fail_prompt(index, error)
 
-    def _check_options(self, request: CallRequest, prompt_index: int, *, differ: bool) -> None:
-        """Check the options of a prompt. ``differ``: the options that may differ between prompts; False: the others."""
+    def _check_options(self, request: CallRequest, prompt_index: int, *, per_prompt: bool) -> None:
+        """Check the options of a prompt. ``per_prompt``: the options with one value per prompt; False: the others."""
         logprobs, processors = request.logprobs, request.processors
-        if logprobs is not None and logprobs.differ == differ:
+        if logprobs is not None and logprobs.is_list == per_prompt:
             logprobs.check(prompt_index, self.model.vocab_size, has_tokenizer=self.encoder.has_tokenizer)
-        if (request.given_params is not None) == differ:
+        if (request.given_params is not None) == per_prompt:
             self._check_params(request, request.params_of(prompt_index))
-        if processors is not None and processors.is_list == differ:
+        if processors is not None and processors.is_list == per_prompt:
             self._check_processor(processors.of(prompt_index))
 
     def _check_template(self, template: str | os.PathLike[str]) -> None:
@@ -148,7 +148,7 @@ class RequestChecks:
             raise ValueError(f"input_ids has {wrong}, outside the vocabulary; ids go from 0 to {size - 1}") from None
 
     def check_hidden_states(self, states: str, num_ids: int, max_new_tokens: int) -> None:
-        """Raise RequestTooLargeError where the hidden states of a row may be larger than allowed."""
+        """Raise RequestTooLargeError if the hidden states of a row may be larger than allowed."""
         num_positions = num_ids + max_new_tokens - 1 if states == ALL_STATES else 1
         num_bytes = 4 * self.model.hidden_size * num_positions
         max_bytes = self.parts.blueprint.delivery.max_hidden_state_bytes

@@ -29,7 +29,7 @@ The tensors of a step with R rows, S of which sample, T tokens, and K drafts amo
   positions in groups of rows. The host reads the last token of each row.
 
 A step may be launched before the host knows the tokens and the accepted drafts of the step in flight. ``proposer``
-describes how. These marks say what is unknown, and to whom:
+describes how. These fields mark values that the host or the scheduler does not know:
 
 - ``RowTable.is_unread``, ``RowTable.is_upper_bound``: rows of the step that is being launched. ``Proposer.propose``
   sets them, and the graphs read them when the inputs of the step are written. ``RowTable.has_upper_bounds``: whether
