@@ -188,7 +188,7 @@ def _folder(output_dir: str | os.PathLike[str] | None) -> str:
 
 
 def _prefix(value: object) -> str:
-    prefix = "" if value is None else checks.text("profile_prefix", value, max_bytes=100)
+    prefix = "" if value is None else checks.text("profile_prefix", value)
     if "/" in prefix:
         raise checks.wrong_value("profile_prefix", "the beginning of a file name, without '/'", value)
     return f"{prefix}-" if prefix else ""

@@ -288,7 +288,7 @@ class LiveWeights:
     @_shielded
     async def change_memory(self, tags: object, name: str) -> None:
         """Release or resume memory. See ``AsyncEngine.release_memory_occupation``."""
-        chosen = MEMORY_TAGS if tags is None else checks.items("tags", [tags] if isinstance(tags, str) else tags, 8)
+        chosen = MEMORY_TAGS if tags is None else checks.sequence("tags", [tags] if isinstance(tags, str) else tags)
         names = {checks.choice("tags entries", tag, {tag: tag for tag in MEMORY_TAGS}) for tag in chosen}
         is_release = name == WeightCall.RELEASE_MEMORY
         if wrong := names & self._released if is_release else names - self._released:
@@ -377,14 +377,12 @@ def _path(value: object) -> str:
 
 
 def _version(value: object) -> str | None:
-    return None if value is None else checks.text("weight_version", value, max_bytes=1024, if_empty="leave it out")
+    return None if value is None else checks.text("weight_version", value, if_empty="leave it out")
 
 
 def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, str, list[int]]]:
     """Return name, dtype and shape of each tensor to receive. dtypes: of torch, or their names."""
-    lists = [
-        checks.items(name, value, 1 << 20) for name, value in (("names", names), ("dtypes", dtypes), ("shapes", shapes))
-    ]
+    lists = [checks.sequence("names", names), checks.sequence("dtypes", dtypes), checks.sequence("shapes", shapes)]
     if len({len(values) for values in lists}) > 1:
         raise ValueError(f"names, dtypes and shapes have different lengths: {[len(own) for own in lists]}")
     tensors: list[tuple[str, str, list[int]]] = []
@@ -392,7 +390,7 @@ def _listed(names: object, dtypes: object, shapes: object) -> list[tuple[str, st
         text = str(dtype).removeprefix("torch.")
         if text not in DTYPE_NAMES:
             raise checks.wrong_value("dtypes entries", f"one of {', '.join(DTYPE_NAMES)}", dtype)
-        sizes = [checks.whole("sizes in shapes", size, 0) for size in checks.items("shapes entries", shape, 16)]
+        sizes = [checks.whole("sizes in shapes", size, 0) for size in checks.sequence("shapes entries", shape)]
         tensors.append((checks.text("names entries", name), DTYPE_NAMES[text], sizes))
     return tensors
 

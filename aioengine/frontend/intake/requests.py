@@ -77,67 +77,52 @@ class MessageParts(NamedTuple):
 
 
 class CallRequest(Struct):
-    """The arguments of a call, checked. ``check_more`` checks later rows of a long batch.
+    """The arguments of a call, checked. ``check_more`` checks later rows of a long batch."""
 
-    Attributes:
-        name: the argument with the prompts. values: its entries. check_prompt: returns a checked prompt.
-        is_batch: whether the caller gave a list of prompts.
-        prompts: the checked prompts; an exception is the error of a row that fails alone. The encoder's thread may
-            add more.
-        num_registered: number of prompts that may start: they are checked, and their ids are registered.
-        num_samples: samples of each prompt. gives_batch: whether the answer is a batch.
-        num_bytes: bytes of the prompt. 0 for a batch, because the caller keeps the batch and its rows start gradually.
-        params: one for all prompts, or one for each checked prompt.
-        given_params: the sampling parameters of each prompt as the caller gave them; None: all prompts share one.
-        parsed: parsed parameters, or the error of parsing, by the ``id()`` of an entry of ``given_params``.
-        message_parts: parts of the ``Submit`` messages, by the ``id()`` of parsed parameters. The request keeps these
-            objects alive, so no other object gets the same id.
-        pooled: options for vectors; None: the call generates tokens.
-        adapters: the adapters of the prompts; None: all use the base model.
-        images: images from ``image_data``; None: there are none.
-        rid: the caller's id of the whole call. rids: the caller's ids of the prompts; "" replaces a wrong id.
-        timeouts: seconds from the call, by their names in a finish reason.
-        lists: the options with one value per prompt.
-        trace_headers: ``external_trace_header``, with names in lower case.
-        replica: the replica that the caller chose; None: the engine chooses.
-    """
-
-    name: str
-    values: Sequence[object]
-    check_prompt: PromptCheck
-    is_batch: bool
-    pooled: Pooled | None = None
+    # the prompts
+    name: str  # the argument with the prompts
+    values: Sequence[object]  # its entries
+    check_prompt: PromptCheck  # returns a checked prompt
+    is_batch: bool  # the caller gave a list of prompts
+    pooled: Pooled | None = None  # options for vectors; None: the call generates tokens
+    images: GivenImages | None = None  # from ``image_data``; None: there are none
+    prompts: list[CheckedPrompt | PromptError] = []  # checked, or errors of rows; the encoder's thread may add more
     num_prompts: int = 0
-    num_registered: int = 0
-    num_samples: int = 1
+    num_registered: int = 0  # number of prompts that may start: they are checked, and their ids are registered
+    num_samples: int = 1  # of each prompt
     num_rows: int = 0
-    num_bytes: int = 0
-    gives_batch: bool = False
-    is_stream: bool = False
-    prompts: list[CheckedPrompt | PromptError] = []
-    params: list[SamplingParams] = []
-    given_params: list[object] | None = None
-    parsed: dict[int, SamplingParams | Exception] = {}
+    num_bytes: int = 0  # of the prompt; 0 for a batch: the caller keeps the batch, and its rows start gradually
+
+    # the sampling parameters
+    params: list[SamplingParams] = []  # one for all prompts, or one for each checked prompt
+    given_params: list[object] | None = None  # of each prompt, as the caller gave them; None: all prompts share one
+    parsed: dict[int, SamplingParams | Exception] = {}  # by the ``id()`` of an entry of ``given_params``
+    # By the ``id()`` of parsed parameters. The request keeps these objects alive, so no other object gets the same id.
     message_parts: dict[int, MessageParts] = {}
-    adapters: AdapterChoice | None = None
-    images: GivenImages | None = None
-    rid: str | None = None
-    rids: list[str] | None = None
+
+    # options of the call
+    gives_batch: bool = False  # the answer is a batch
+    is_stream: bool = False
+    rid: str | None = None  # the caller's id of the whole call
     priority: int = 0
     tenant: str = ""
-    timeouts: dict[str, float] = {}
+    timeouts: dict[str, float] = {}  # name in a finish reason -> seconds from the call
     refuses_late: bool = False
     resume_ttl_s: float | None = None
     returns_exceptions: bool = False
     shows_prompt: bool = False
+    trace_headers: Mapping[str, str] = {}  # ``external_trace_header``, with names in lower case
+    replica: int | None = None  # None: the engine chooses
+
+    # options with one value for all prompts, or one value for each
+    rids: list[str] | None = None  # the caller's ids of the prompts; "" replaces a wrong id
+    adapters: AdapterChoice | None = None  # None: all prompts use the base model
     salts: PerPrompt[str] | None = None
     processors: PerPrompt[str] | None = None
     hidden_states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
-    lists: Sequence[PerPrompt[Any]] = ()
-    trace_headers: Mapping[str, str] = {}
-    replica: int | None = None
+    lists: Sequence[PerPrompt[Any]] = ()  # those of them that have one value for each prompt
 
     @property
     def is_checked(self) -> bool:

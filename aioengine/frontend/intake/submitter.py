@@ -162,15 +162,14 @@ class Submitter:
             if self._images is not None and (request.images is not None or isinstance(prompts[0], ChatPrompt)):
                 prompts = prompts[:1]  # a prompt waits for its images, so it starts alone
             known = [*map(self._ids_if_known, prompts)]
-            start = self._start_rows if self._images is None else self._place_images
             if None not in known:
-                start(call, cast("list[Encoded]", known), 0.0)
+                self._place_images(call, cast("list[Encoded]", known), 0.0)
             else:  # all go to the thread, so that rows start in order
                 next_rows.are_pending = True
                 prompts = [
                     ids if isinstance(ids, Exception) else prompt for prompt, ids in zip(prompts, known, strict=True)
                 ]
-                self._encoder.encode(EncodeJob(prompts, partial(start, call)))
+                self._encoder.encode(EncodeJob(prompts, partial(self._place_images, call)))
         except BaseException as error:
             self._fail(call, RequestError("submit", describe(error)))
             raise
