@@ -593,7 +593,7 @@ def test_ctrl_c_ends_the_answer_of_a_chat_and_ctrl_d_the_chat() -> None:
     terminal.wait_for("> ")
     terminal.type("Tell me a long story.\n")
     terminal.wait_for("story.\r\n")
-    terminal.wait_for_more()  # the answer has begun
+    terminal.wait_for_more()  # the answer has started
     os.kill(terminal.process.pid, signal.SIGINT)
     terminal.wait_for("> ")
     terminal.type("Hello!\n")

@@ -172,7 +172,7 @@ def test_every_part_that_has_a_floor_exists() -> None:
     assert named == {unit(of.name) for of in modules()}
 
 
-def test_every_import_goes_down() -> None:
+def test_imports_follow_the_floors() -> None:
     assert [line for of in modules() for line in violations(of)] == []
 
 

@@ -109,7 +109,7 @@ def test_every_folder_of_the_package_is_explained() -> None:
     assert results <= rooms
 
 
-def test_every_file_beside_the_folders_is_explained() -> None:
+def test_every_top_level_file_is_explained() -> None:
     names = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     rows = text_of(PACKAGE / "README.md")
     named = {name for row in table(rows, "files") for name in names_in(row)}

@@ -29,7 +29,7 @@ def test_every_style_can_name_capitals_and_add() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_example_answers_in_styles(tmp_path: Path) -> None:
+def test_complete_example_answers_in_styles(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "10_adapters.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -101,7 +101,7 @@ def gptq(weight: Tensor, *, bits: int, shuffle: bool, shift: int) -> Quantized:
 
 
 def packed(weight: Tensor, *, bits: int, symmetric: bool, shuffle: bool = False) -> Quantized:
-    """The format "pack-quantized" of compressed-tensors."""
+    """Quantize to the format "pack-quantized" of compressed-tensors."""
     parts = in_groups(weight, bits, 32, symmetric=symmetric, shuffle=shuffle)
     tensors = {
         "weight_packed": words(parts.codes, bits),

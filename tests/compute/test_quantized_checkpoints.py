@@ -128,7 +128,7 @@ def test_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> No
 
 
 def _divides(name: str, axis: Axis) -> bool:
-    """Whether ranks can divide the layers of a method."""
+    """Return whether ranks can divide the layers of a method."""
     has_order = name.endswith("-order") or name == "gptq-8"
     return not name.endswith("-double") and not (axis == "inputs" and has_order)
 
@@ -384,7 +384,7 @@ def test_scales_of_keys_and_values_are_read(has_kv_scales: bool, tmp_path: Path)
     assert loaded_scales == ([[0.5, 2.0], [0.25, 1.0], [1.0, 1.0]] if has_kv_scales else [])
 
 
-def test_blocks_in_other_formats_are_warmed_up_too(tmp_path: Path) -> None:
+def test_blocks_in_other_formats_are_warmed_up(tmp_path: Path) -> None:
     method = METHODS["awq"]
     save_model("qwen2", tmp_path, num_hidden_layers=3, tie_word_embeddings=False)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Models with states: every request begins with the state of exactly the tokens that it does not compute."""
+"""Models with states: each request starts with the state of exactly the tokens that it does not compute."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_long_request_keeps_only_the_pages_in_its_window() -> None:
     assert most <= (16 + 32) // 4 + 2
 
 
-def test_many_long_requests_run_where_few_would_fit_without_windows() -> None:
+def test_more_long_requests_fit_with_windows() -> None:
     world = World(settings_of(chunk_tokens=64), num_pages=100, page_size=4, model=NO_EOS, windows=(16,))
     world.submit(*(submit_of(uid, [uid, *range(200)], limits=Limits(max_new_tokens=100)) for uid in range(10)))
     most = 0

@@ -145,7 +145,7 @@ async def test_stream_without_a_reader_ends_after_its_ttl() -> None:
         assert [thing for thing in gc.get_objects() if type(thing) is Call and thing.rid == "x"] == []
 
 
-async def test_a_new_reader_takes_over_from_one_that_is_still_there() -> None:
+async def test_new_reader_replaces_the_current_one() -> None:
     async with slow_engine() as engine:
         whole = await expected(engine)
         first = engine.async_generate("a", LONG, stream=True, rid="x", resume_ttl=TTL_S)

@@ -85,7 +85,7 @@ class TestStreams:
         gc.collect()
         await until(lambda: aborted_uids(world) == [0])
 
-    async def test_an_unread_stream_is_left_too(self, world: World) -> None:
+    async def test_unread_stream_can_be_left(self, world: World) -> None:
         stream = world.engine.async_generate("a", GREEDY, stream=True)
         await until(lambda: bool(world.double.submits) and not world.double.live)
         await stream.aclose()

@@ -572,7 +572,7 @@ class TestWatching:
         assert (server_info["memory"], server_info["versions"]) == ({"graphs_bytes": 7}, {"torch": "2.11"})
         assert server_info["start"] == {"imports_s": 1.5, "weights_s": 2.5}
 
-    async def test_slow_kernels_give_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_slow_kernels_cause_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def start(self: Double) -> dict[str, object]:
             return {"max_total_tokens": 16, "warning": "attention is slow: no nvcc"}
 

@@ -123,7 +123,7 @@ def with_text(name: str, text: str | bytes) -> Break:
 
 
 def with_header(header: dict[str, object] | str, size: int = 0) -> Break:
-    """``size``: of the tensors, in bytes."""
+    """Write a file with this header. ``size``: of the tensors, in bytes."""
     text = (header if isinstance(header, str) else json.dumps(header)).encode()
     return with_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
 

@@ -102,7 +102,7 @@ async def test_iterating_a_left_stream_ends(world: World) -> None:
     assert [chunk async for chunk in stream] == []
 
 
-async def test_iterating_a_whole_answer_is_a_type_error(world: World) -> None:
+async def test_iterating_over_an_answer_is_a_type_error(world: World) -> None:
     generation = world.engine.async_generate("hello", GREEDY)
     with pytest.raises(TypeError, match="stream=True"):
         async for _ in generation:

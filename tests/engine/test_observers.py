@@ -87,7 +87,7 @@ async def test_open_requests_are_reported_with_the_error_of_a_closed_engine() ->
     assert [type(request.error).__name__ for request in requests] == ["EngineClosedError"]
 
 
-async def test_unchecked_rows_of_an_aborted_batch_are_reported_too() -> None:
+async def test_unchecked_rows_of_an_aborted_batch_are_reported() -> None:
     engine = fake_async_engine(max_running=1)
     requests = observed(engine)
     async with engine:

@@ -172,7 +172,7 @@ class TestLeaving:
             answer = sync_world.engine.generate("a", GREEDY, rid="x")
             assert answer["meta_info"]["finish_reason"] == "length"
 
-    def test_ctrl_c_aborts_this_call_alone(self, sync_world: SyncWorld) -> None:
+    def test_ctrl_c_aborts_only_the_current_call(self, sync_world: SyncWorld) -> None:
         sync_world.double.step_s = 0.005
         other = sync_world.engine.generate("b", {**LONG, "max_new_tokens": 100}, stream=True)
         next(other)

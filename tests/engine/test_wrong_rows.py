@@ -207,9 +207,7 @@ async def test_wrong_row_returns_its_exception_in_its_place(
     ],
     ids=["salts", "adapters", "rids"],
 )
-async def test_rows_of_a_long_batch_fail_alone_too(
-    generating: AsyncEngine, options: dict[str, Any], message: str
-) -> None:
+async def test_rows_of_a_long_batch_fail_alone(generating: AsyncEngine, options: dict[str, Any], message: str) -> None:
     prompts = ["a"] * (PROMPTS_IN_PIECE + 3)
     with pytest.raises((TypeError, ValueError), match=message):
         await generating.async_generate(prompts, PARAMS, **options)

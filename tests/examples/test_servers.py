@@ -207,7 +207,7 @@ def test_client_that_disconnects_aborts_its_stream(server: Server) -> None:
     assert stats["num_free_pages"] == stats["num_pages"]
 
 
-def test_client_that_disconnects_aborts_its_whole_answer(server: Server) -> None:
+def test_client_that_disconnects_aborts_its_answer(server: Server) -> None:
     aborted = server.stats()["num_aborted"]
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(post(ask("Once upon a time", LONG) | {"stream": False}))
@@ -230,7 +230,7 @@ def post(body: dict[str, object]) -> bytes:
     return head.encode() + b"\r\n\r\n" + content
 
 
-async def test_fastapi_server_notices_a_disconnect_behind_a_middleware() -> None:
+async def test_fastapi_server_detects_a_disconnect_behind_a_middleware() -> None:
     engine = fake_async_engine()
     app = module("fastapi_server.py").make_app(engine, lambda: None)
     app.add_middleware(BaseHTTPMiddleware, dispatch=lambda request, call_next: call_next(request))

@@ -249,7 +249,7 @@ def test_sampling() -> None:
 
 @pytest.mark.parametrize("vocab_size", [151_936, 151_937])
 def test_sampling_does_not_depend_on_the_type_of_logits(vocab_size: int) -> None:
-    """Rows beside a row with a logits processor are sampled from an fp32 copy."""
+    """If a row has a logits processor, all rows are sampled from an fp32 copy."""
     from aioengine.kernels.triton.sampling import Draws, SamplingKernels
 
     num_rows, device = 256, torch.device("cuda")

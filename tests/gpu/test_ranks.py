@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs: sums of hidden states, answers of a whole engine, the loss of a rank."""
+"""Two ranks on two GPUs: sums of hidden states, answers of a complete engine, the loss of a rank."""
 
 from __future__ import annotations
 

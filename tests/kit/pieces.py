@@ -1,4 +1,4 @@
-"""Cuts texts into pieces, as they arrive in a stream."""
+"""Cuts texts into pieces, like those of a stream."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_input_of_automatic_calls_fits_the_schema(client: anthropic.Anthropic) -
     assert isinstance(call.to_dict()["input"]["city"], str), "the answer has an argument 'town'"
 
 
-def test_streamed_message_equals_the_whole_one(client: anthropic.Anthropic) -> None:
+def test_streamed_message_equals_the_complete_message(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model="fake", max_tokens=300, messages=messages("two"), tools=TOOLS)
     with client.messages.stream(model="fake", max_tokens=300, messages=messages("two"), tools=TOOLS) as stream:
         kinds = [event.type for event in stream]

@@ -68,7 +68,7 @@ def test_chat_answers_with_usage(client: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens == 16
 
 
-def test_streamed_chat_equals_the_whole_answer(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=PERU, temperature=0, n=2)
     chunks = list(
         client.chat.completions.create(
@@ -253,7 +253,7 @@ def test_prompts_are_texts_or_token_ids_or_lists_of_them(server: Served, client:
     assert texts(ids, echo=True) == [FRANCE + text]
 
 
-def test_streamed_batch_equals_the_whole_answers(client: openai.OpenAI) -> None:
+def test_streamed_batch_equals_the_answers(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "n": 2, "echo": True, "logprobs": 1}
     prompts = [FRANCE, "Once upon a"]
     whole = client.completions.create(model=MODEL, prompt=prompts, **options)

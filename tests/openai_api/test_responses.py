@@ -63,7 +63,7 @@ def test_calls_and_reasoning_are_items(client: openai.OpenAI) -> None:
     assert last.output_text == "Hello again."
 
 
-def test_streamed_response_equals_the_whole_one(client: openai.OpenAI) -> None:
+def test_streamed_response_equals_the_complete_response(client: openai.OpenAI) -> None:
     whole = client.responses.create(model="fake", input="two", tools=[FUNCTION])
     with client.responses.stream(model="fake", input="two", tools=[FUNCTION]) as stream:
         events = list(stream)

@@ -89,7 +89,7 @@ def test_large_body_is_status_413(server: Served) -> None:
     assert "max_body_bytes" in error_of(response)["message"]
 
 
-def test_request_id_of_the_client_comes_back(server: Served) -> None:
+def test_request_id_of_the_client_is_returned(server: Served) -> None:
     response = server.client.get("/v1/models", headers={"x-request-id": "mine"})
     assert response.headers["x-request-id"] == "mine"
     first, two = (server.client.get("/v1/models/nosuch").headers["x-request-id"] for _ in range(2))
@@ -291,7 +291,7 @@ def test_broken_stream_continues_after_the_last_event(server: Served, path: str)
     server.wait_until_idle()
 
 
-async def test_continued_stream_begins_with_new_text() -> None:
+async def test_continued_stream_starts_with_new_text() -> None:
     def chunk(text: str, offset: int, reason: str | None = None) -> dict[str, Any]:
         ids = {"output_ids": [*text.encode()], "token_offset": offset}
         return {"text": text, "text_offset": offset, "meta_info": {"finish_reason": reason}, **ids}

@@ -112,7 +112,7 @@ def test_second_interrupt_ends_the_server_at_once_without_a_traceback() -> None:
         (["demo", "--model", "demo"], 2, "given twice"),
     ],
 )
-def test_server_that_cannot_start_says_why_in_one_line(
+def test_failed_start_of_the_server_has_an_error_of_one_line(
     flags: list[str], status: int, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", *flags]) == status
@@ -120,7 +120,7 @@ def test_server_that_cannot_start_says_why_in_one_line(
     assert (printed.out, printed.err.count("\n"), reason in printed.err) == ("", 1, True)
 
 
-def test_server_that_cannot_download_its_model_says_so_in_one_line() -> None:
+def test_failed_download_ends_the_server_with_an_error_of_one_line() -> None:
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [*COMMAND, "no/such-model", "--port", "0"]
     done = subprocess.run(command, cwd=ROOT, env=offline, capture_output=True, text=True, timeout=90, check=False)

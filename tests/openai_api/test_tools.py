@@ -72,7 +72,7 @@ def test_arguments_of_automatic_calls_fit_the_schema(client: openai.OpenAI) -> N
     assert isinstance(arguments["city"], str), "the answer has an argument 'town'"
 
 
-def test_streamed_calls_join_to_the_whole_ones(client: openai.OpenAI) -> None:
+def test_streamed_calls_join_to_complete_calls(client: openai.OpenAI) -> None:
     whole = ask(client, "two", tools=TOOLS).choices[0].message
     with client.chat.completions.stream(
         model="fake", messages=[{"role": "user", "content": "two"}], tools=TOOLS

@@ -34,7 +34,7 @@ def test_the_page_names_every_program() -> None:
     assert sorted(set(re.findall(r"^\| `python -m benchmarks\.([\w.]+)", page, flags=re.MULTILINE))) == programs()
 
 
-def test_every_program_says_how_it_is_run() -> None:
+def test_every_program_has_its_usage_in_the_docstring() -> None:
     for name in programs():
         assert f"\n    python -m benchmarks.{name} " in (BENCHMARKS / f"{name.replace('.', '/')}.py").read_text(), name
 

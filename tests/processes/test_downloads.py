@@ -150,7 +150,7 @@ async def test_private_addresses_are_not_connected_to(server: Server) -> None:
     assert server.paths == []
 
 
-async def test_each_redirect_is_checked_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_redirect_is_checked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "is_public", lambda address: str(address) == "127.0.0.1")
     port = server.server_address[1]
     server.answers["/inward"] = answer(status="301 M", Location=f"http://127.0.0.2:{port}/plain")

@@ -265,7 +265,7 @@ def test_end_of_asyncio_run_leaves_no_process() -> None:
 @pytest.mark.parametrize("moment", ["start", "recovery"])
 def test_closed_loop_leaves_no_process(moment: str) -> None:
     close_loop(moment)
-    gc.collect()  # here, and not in another test, where the warnings would count
+    gc.collect()  # here, because the warnings would fail another test
 
 
 def close_loop(moment: str) -> None:

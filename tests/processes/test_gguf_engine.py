@@ -59,7 +59,7 @@ def test_generate_and_chat(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mixed_types_give_the_answers_of_their_dequantized_weights(
+def test_answers_of_mixed_types_equal_those_of_dequantized_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With an adapter too. The parts of the attention layers have different types."""

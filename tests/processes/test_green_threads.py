@@ -1,4 +1,4 @@
-"""In a program whose threads a library has replaced, a start is an error that says so."""
+"""A start in a program with replaced threads raises an error that names the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kit.source import ROOT
 
 pytestmark = pytest.mark.process
 
-# What ``gevent.monkey.patch_all`` and ``eventlet.monkey_patch`` do with threads.
+# replaces threads like ``gevent.monkey.patch_all`` and ``eventlet.monkey_patch``
 LIBRARY = """
 import _thread, threading
 

@@ -251,7 +251,7 @@ async def test_damaged_frames_from_outside_are_ignored(monkeypatch: pytest.Monke
 
 
 def test_engine_runs_without_shared_memory_and_writable_tmpdir() -> None:
-    """In a container of its own, where the system gives one: /dev/shm is gone, TMPDIR is read-only and long."""
+    """/dev/shm is missing and TMPDIR is read-only and long, in a container if the system allows it."""
     script = f"""
 set -e
 umount /dev/shm 2>/dev/null || mount -t tmpfs -o ro none /dev/shm

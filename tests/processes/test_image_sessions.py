@@ -1,4 +1,4 @@
-"""Sessions whose turns have images: each turn is the plain request with the whole history and all its images."""
+"""Sessions whose turns have images: each turn equals a plain request with the complete history and all its images."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class TestChildren:
             archive.write(folder / "old" / "fake_factory.py", "fake_factory.py")
         assert run(f"{INSERT}\nsys.path.insert(0, {str(folder / 'app.pyz')!r})") == "old"
 
-    def test_take_libraries_before_files_beside_the_program(self, folder: Path) -> None:
+    def test_take_libraries_before_files_next_to_the_program(self, folder: Path) -> None:
         setup = f"{INSERT}\nsys.path.append({str(folder / 'new')!r})"
         assert run(setup, cwd=folder / "old") == "new"
         assert run(INSERT, cwd=folder / "old") == "old"
@@ -135,7 +135,7 @@ def test_standard_library_stays_first() -> None:
     ]  # fmt: skip
 
 
-def test_relative_entries_become_absolute_and_the_working_directory_comes_last(
+def test_relative_entries_become_absolute_and_the_working_directory_is_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

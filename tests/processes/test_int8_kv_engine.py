@@ -1,4 +1,4 @@
-"""A whole engine with an int8 KV cache."""
+"""A complete engine with an int8 KV cache."""
 
 from __future__ import annotations
 

@@ -150,7 +150,9 @@ async def test_detokenizer_that_cannot_start_is_replaced_with_the_scheduler(monk
         await until_restarted(engine, 1)
 
 
-async def test_stalled_scheduler_is_replaced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_scheduler_is_replaced_with_the_detokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aioengine.supervision.incarnation.MEND_TIMEOUT_S", 1.0)
     faults = Faults(stall_at=9, stall_s=100.0, once=str(tmp_path / "once"))
     async with fake_async_engine(ANSWERS, faults=faults) as engine:
@@ -163,7 +165,7 @@ async def test_stalled_scheduler_is_replaced_too(tmp_path: Path, monkeypatch: py
 
 
 async def test_messages_during_a_change_of_epoch_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come, and a heartbeat is answered, just before and behind the message of the change."""
+    """Requests arrive, and a heartbeat is answered, just before and after the message of the change."""
     frontend = Frontend(fake_settings(step_time_s=0.002), max_restarts=1)
     plain = ZmqSender.send
 

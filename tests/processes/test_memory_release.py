@@ -90,7 +90,7 @@ async def test_released_memory_is_free(engine: AsyncEngine, folder: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_new_process_has_released_memory_too(engine: AsyncEngine, reference: Reference) -> None:
+async def test_new_process_starts_with_released_memory(engine: AsyncEngine, reference: Reference) -> None:
     await engine.release_memory_occupation()
     num_steps = engine.stats()["num_steps"]
     kill_scheduler(engine)

@@ -1,4 +1,4 @@
-"""A whole engine with the demo model in quantized checkpoints."""
+"""A complete engine with the demo model in quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def save_demo(folder: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [("awq", 1), ("awq", 2), ("gptq-8", 1), ("fp8-blocks", 1), ("fp8", 2), ("nf4-double", 1)]
 )
-def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(
+def test_answers_equal_the_dequantized_model_also_after_a_lost_scheduler(
     name: str, num_ranks: int, tmp_path: Path
 ) -> None:
     quantized, plain = save_demo(tmp_path, name)
@@ -60,7 +60,7 @@ def test_answers_are_those_of_the_dequantized_model_after_a_lost_scheduler_too(
 
 
 def save_rounded(folder: Path, method: str, group: int) -> Path:
-    """Save the demo model with the weights that quantization while loading gives. Its head is the embedding table."""
+    """Save the demo model with the weights of quantization while loading. Its head is the embedding table."""
     tensors = load_file(DEMO_MODEL / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("proj.weight"):
@@ -74,7 +74,7 @@ def save_rounded(folder: Path, method: str, group: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "group", "num_ranks"), [("int8", 0, 1), ("int4", 64, 1), ("int4", 64, 2)])
-def test_quantization_while_loading_gives_the_answers_of_rounded_weights(
+def test_answers_with_quantization_while_loading_equal_those_of_rounded_weights(
     method: str, group: int, num_ranks: int, tmp_path: Path
 ) -> None:
     """With adapters and hidden states too. Two ranks have the same groups of 64 inputs as one."""

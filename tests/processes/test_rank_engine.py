@@ -1,4 +1,4 @@
-"""A whole engine whose model is divided among ranks: its answers, and the loss of a rank."""
+"""A complete engine whose model is divided among ranks: its answers, and the loss of a rank."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_hidden_states_of_whole_answers_streams_batches_and_samples_are_the_same
     assert all(same(states_of(sample), states) for sample in samples)
 
 
-def test_last_hidden_state_comes_with_the_last_chunk(llm: Engine) -> None:
+def test_last_hidden_state_is_in_the_last_chunk(llm: Engine) -> None:
     whole = llm.generate(PROMPT, SIX, return_hidden_states=True)
     stop = llm.tokenizer.decode(whole["output_ids"][2:4])
     for params in (SIX, {**SIX, "stop": stop}, {**SIX, "stop_regex": stop[-1]}):

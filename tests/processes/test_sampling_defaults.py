@@ -1,4 +1,4 @@
-"""The sampling values of generation_config.json hold where a request leaves them out."""
+"""The sampling values of generation_config.json are the defaults of requests."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ async def test_preparation_waits_for_running_requests(monkeypatch: pytest.Monkey
     grammars.close()
 
 
-async def test_grammars_of_requests_stay_cached_beside_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammars_of_requests_stay_cached_with_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioengine.constraints.grammars.MAX_CACHED_BYTES", 3 * BYTES_PER_GRAMMAR)
     grammars = SlowGrammars()
     grammars.may_end.set()

@@ -1,4 +1,4 @@
-"""``score``: probabilities of labels behind a query and its items, equal to a plain forward.
+"""``score``: probabilities of labels after a query and its items, equal to a plain forward pass.
 
 test_embedding_engine.py has the scores of classifiers.
 """

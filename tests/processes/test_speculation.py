@@ -1,4 +1,4 @@
-"""Speculation of the whole engine: the answers of the plain engine, also after a kill.
+"""Speculation of the complete engine: answers equal those of the plain engine, also after a kill.
 
 The model is the demo model with a draft model (``save_demo_with_draft``), or with a random draft head.
 """
@@ -157,7 +157,7 @@ async def test_tokens_of_two_ranks_are_those_of_one(plain: Engine, folders: Fold
 
 
 @pytest.mark.parametrize("num_tokens", [5, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 13))])
-async def test_stops_inside_a_draft_end_the_answer_where_the_plain_engine_ends_it(
+async def test_stops_inside_a_draft_end_the_answer_at_the_same_token(
     plain: Engine, engine: Engine, num_tokens: int
 ) -> None:
     whole = await plain.async_generate(3 * TEXT, {**SHARED, "temperature": 0.4, "seed": 1})

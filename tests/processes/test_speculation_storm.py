@@ -92,7 +92,7 @@ async def storm(engine: AsyncEngine, plain: list[list[object]], *, num_answers: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("algorithm", "num_answers"), [("NGRAM", 10_000), ("STANDALONE", 8000), ("EAGLE3", 2000)])
-async def test_twenty_thousand_answers_with_drafts_and_kills_are_those_of_the_plain_engine(
+async def test_twenty_thousand_answers_with_drafts_and_kills_equal_the_plain_engine(
     folders: Folders, algorithm: str, num_answers: int
 ) -> None:
     num_kills = 4

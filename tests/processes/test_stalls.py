@@ -161,7 +161,7 @@ async def test_long_control_call_is_no_stall() -> None:
         assert isinstance(await frontend.failure(10.0), EngineStalledError)
 
 
-async def test_long_work_has_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_work_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incarnation, "MAX_WORK_S", 0.2)
     beats, stalled, scheduler = Heartbeats(0.1), list[float](), Role("scheduler")
     begun_at = time.monotonic()

@@ -164,7 +164,7 @@ async def test_forced_tokens_take_no_steps_and_change_nothing(engine: Engine, na
         assert num_steps < num_tokens / 2
 
 
-async def test_the_end_of_text_comes_where_the_grammar_may_end(engine: Engine) -> None:
+async def test_end_of_text_is_sampled_only_if_the_grammar_can_end(engine: Engine) -> None:
     out = await engine.async_generate("x", {"regex": "ab|abc", "temperature": 0, "ignore_eos": True})
     assert (out["text"], out["meta_info"]["finish_reason"]) == ("abc", "stop")
     out = await engine.async_generate("x", {"regex": "abc", "min_new_tokens": 50, "max_new_tokens": 60})

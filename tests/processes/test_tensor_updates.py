@@ -236,7 +236,7 @@ async def test_update_is_not_open_after_the_loss_of_its_process(
 
 
 @live
-async def test_update_whose_caller_is_cancelled_is_finished(
+async def test_update_is_finished_if_its_caller_is_cancelled(
     engine: AsyncEngine,
     keeping: AsyncEngine,
     versions: dict[str, Path],

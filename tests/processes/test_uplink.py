@@ -1,4 +1,4 @@
-"""Messages of a child beside its results: in order, from one thread, with a maximum rate."""
+"""Log records and other messages of a child: in order, from one thread, with a maximum rate."""
 
 from __future__ import annotations
 

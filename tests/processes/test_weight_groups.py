@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def open_group(port: int, world_size: int) -> Any:
-    """Open a group beside the default group of a program, as training programs do."""
+    """Open a group in addition to the default group of a program, like training programs."""
     c10d: Any = distributed_c10d
     store, rank, size = next(iter(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size)))
     store = c10d.PrefixStore(GROUP, store)

@@ -119,7 +119,9 @@ def test_missing_tool_is_reported_before_compiling(
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_ninja_beside_python_is_used(machine: Machine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ninja_in_the_folder_of_python_is_used(
+    machine: Machine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if is_compiled:
         machine.kernel.write_ninja()
         machine.kernel.shared_object.touch()

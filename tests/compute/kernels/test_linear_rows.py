@@ -195,7 +195,7 @@ def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
         assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1).counts[0] == first
 
 
-def test_unpacked_matmuls_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_matmuls_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for differing, first in ((set[int](), 1), ({1, 2}, 3), ({17}, 32), ({64}, 64)):
         monkeypatch.setattr(linear, "_plain", differing_in(differing))
         assert linear.independent_rows.__wrapped__(48, 100, torch.float32, 1) == range(first, 65)

@@ -113,7 +113,7 @@ def test_tokens_match_transformers(saved: Saved, chunk_tokens: int, depth: int) 
         check(saved, prompt, output)
 
 
-def test_images_by_value_give_the_same_tokens(llava: Saved) -> None:
+def test_images_by_value_return_the_same_tokens(llava: Saved) -> None:
     prompts = llava.prompts()
     by_value: list[Prompt] = []
     for prompt in prompts:

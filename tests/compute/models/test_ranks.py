@@ -65,7 +65,7 @@ def four_ranks() -> Iterator[RankThreads]:
 
 
 def check_ranks(threads: RankThreads, theirs: PreTrainedModel, folder: Path | None = None) -> None:
-    """The ranks have the parts of a random model of transformers, and return its logits.
+    """Check that ranks have the parts of a random model of transformers, and return its logits.
 
     folder: where the model is saved, to read the parts from the files.
     """
@@ -131,7 +131,7 @@ def test_four_ranks_return_the_logits_of_one(four_ranks: RankThreads, case: str)
 def test_two_ranks_divide_experts_and_latent_attention(
     two_ranks: RankThreads, config_type: type[PreTrainedConfig], fields: dict[str, object], tmp_path: Path
 ) -> None:
-    """Each rank has a part of each expert, and the whole latent attention."""
+    """Each rank has a part of each expert, and the complete latent attention."""
     theirs = random_model(config_type(**fields))
     theirs.save_pretrained(tmp_path)
     check_ranks(two_ranks, theirs, tmp_path)

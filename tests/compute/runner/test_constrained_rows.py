@@ -97,7 +97,7 @@ def alone(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_answers_beside_chunks_of_prompts_equal_the_answers_of_single_requests(
+def test_answers_in_steps_with_prompts_equal_the_answers_of_single_requests(
     folder: Path, alone: list[list[int]], depth: int
 ) -> None:
     world = make_world(folder, depth=depth, chunk_tokens=12)

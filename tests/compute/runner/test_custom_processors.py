@@ -94,7 +94,7 @@ def test_a_row_that_fails_ends_alone(
     assert world.ended[bad].code is FinishCode.FAILED
     assert world.outputs[bad] == []
     assert re.search(message, world.ended[bad].message)
-    if how not in ("nan", "nothing"):  # no exceptions, so the processor also changes the rows beside
+    if how not in ("nan", "nothing"):  # without an exception, the processor also changes the other rows
         assert [world.ended[uid].code for uid in good] == [FinishCode.LENGTH] * 2
     assert world.runner._custom.errors == {}  # type: ignore[attr-defined]
 

@@ -88,7 +88,7 @@ def test_a_model_larger_than_the_memory_of_a_cpu_is_refused_before_it_is_loaded(
         build.build(make_settings(tmp_path), lambda _: None)
 
 
-def test_all_ranks_refuse_what_one_of_them_has_no_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_refuse_weights_if_one_of_them_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "free_host_memory", lambda: 8 * GIB)
 
     def error_of(rank: int, needs: list[int]) -> str:

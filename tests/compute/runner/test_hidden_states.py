@@ -63,7 +63,7 @@ def check(saved: Saved, world: World, uid: int, prompt: list[int], *, returns_al
 
 
 @pytest.mark.parametrize(("chunk_tokens", "depth"), [(512, 0), (7, 0), (16, 1)])
-def test_hidden_states_equal_transformers_beside_rows_without_them(saved: Saved, chunk_tokens: int, depth: int) -> None:
+def test_hidden_states_equal_transformers_in_a_mixed_batch(saved: Saved, chunk_tokens: int, depth: int) -> None:
     world = World(make_settings(saved.folder, chunk_tokens=chunk_tokens, depth=depth))
     plain = world.answers([PROMPT, [5, 6]], [PLAIN, Sampling(9)])
     prompts = [PROMPT, [8], PROMPT[:20], PROMPT]

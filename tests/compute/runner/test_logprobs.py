@@ -155,7 +155,7 @@ def test_logprobs_have_the_same_bits_in_any_batch_chunk_and_cache(saved: Saved) 
         ]
 
 
-def test_a_prefix_hit_ends_where_the_logprobs_begin(saved: Saved) -> None:
+def test_prefix_hit_ends_at_the_start_of_the_logprobs(saved: Saved) -> None:
     world = World(settings_of(saved))
     world.submit(PROMPT)
     world.run()

@@ -131,7 +131,7 @@ def test_files_that_change_after_their_check_end_the_process(tmp_path: Path) -> 
     assert torch.equal(logits_of(world), old)
 
 
-def test_memory_is_not_released_unless_the_engine_is_made_for_it(tmp_path: Path) -> None:
+def test_memory_is_released_only_if_the_engine_was_configured_for_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     reply = World(make_settings(tmp_path)).runner.controls[WeightCall.RELEASE_MEMORY](
         Control(1, WeightCall.RELEASE_MEMORY, {"tags": []})

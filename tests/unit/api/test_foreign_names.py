@@ -1,4 +1,4 @@
-"""The error for a name of another engine says which name to use here."""
+"""The error for a name of another engine has the name to use here."""
 
 from __future__ import annotations
 

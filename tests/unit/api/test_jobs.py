@@ -57,7 +57,7 @@ class Answers:
     is_async=st.booleans(),
     choices=st.lists(st.integers(0, 4), min_size=12, max_size=12),
 )
-def test_each_row_comes_once_and_the_window_bounds_what_was_read(
+def test_each_row_is_returned_once_and_the_window_limits_read_items(
     num_items: int, window: int, is_ordered: bool, is_async: bool, choices: list[int]
 ) -> None:
     async def main() -> None:

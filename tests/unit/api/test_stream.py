@@ -275,7 +275,7 @@ class TestRouter:
         assert gc.get_count()[0] - before < 50
         assert [row.token_ids for row in slot.rows] == list(range(500))
 
-    async def test_frames_that_come_together_are_one_chunk_with_the_end(self) -> None:
+    async def test_frames_that_arrive_together_are_one_chunk_with_the_end(self) -> None:
         slot = Slot()
         delivery = Delivery({}, slot.lock, print)
         delivery.rows = {7: slot.rows[0]}

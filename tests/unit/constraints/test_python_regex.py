@@ -1,4 +1,4 @@
-"""Regular expressions of Python in the form of grammars: the same whole texts, or fewer."""
+"""Regular expressions of Python as grammars: they match the same complete texts, or fewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structural tags against a plain reference, a function that finds where each format may end in a text."""
+"""Structural tags, compared with a simple reference that finds the possible ends of each format in a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress bars: when they are drawn, and what they show."""
+"""Progress bars: when they are drawn, and their text."""
 
 from __future__ import annotations
 

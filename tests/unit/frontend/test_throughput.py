@@ -44,7 +44,7 @@ def test_line_has_the_figures_of_its_interval(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def test_line_comes_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_line_is_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     snapshots = [later(IDLE, tenths / 10, num_steps=tenths, num_running=1) for tenths in range(350)]
     assert len(logged(caplog, "debug", *snapshots)) == 3
 

@@ -140,7 +140,7 @@ def test_number_of_parts_may_grow_with_the_length_of_the_file() -> None:
     assert np.array_equal(pixels(picture), noise)
 
 
-def test_chunks_behind_the_pixels_count_too() -> None:
+def test_chunks_after_the_pixels_are_counted() -> None:
     file = file_of(RGB, "PNG")
     with pytest.raises(ValueError, match="too many parts for its length"):
         read(file[:-12] + chunk(b"abCd", b"") * 20_000 + file[-12:])

@@ -252,7 +252,7 @@ def test_damaged_headers_are_refused(tmp_path: Path, content: bytes, message: st
 
 
 @pytest.mark.parametrize("tokenizer", [None, word_tokenizer(["the", "th"])])
-def test_random_damage_gives_a_clear_error_or_none(tmp_path: Path, tokenizer: dict[str, object] | None) -> None:
+def test_random_damage_causes_a_clear_error_or_none(tmp_path: Path, tokenizer: dict[str, object] | None) -> None:
     path = write(tmp_path / "m.gguf", tokenizer=tokenizer, tokenizer__chat_template=TEMPLATE)
     content = path.read_bytes()
     end = content.index(b"ffn_down") + 80

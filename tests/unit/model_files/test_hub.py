@@ -89,7 +89,7 @@ def test_failed_download_is_an_error(double: HubDouble, monkeypatch: pytest.Monk
         locate("owner/name", download_dir="cache")
 
 
-def test_error_without_network_says_which_places_were_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_without_network_names_the_searched_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'owner/name': there is no such folder in .*HF_HUB_OFFLINE is set") as caught:

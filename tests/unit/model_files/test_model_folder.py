@@ -210,7 +210,7 @@ def test_error_names_the_inner_model_folder(tmp_path: Path) -> None:
         ({"model.pth": ""}, "model.pth"),
     ],
 )
-def test_facts_say_why_weights_are_missing(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_facts_have_the_reason_for_missing_weights(tmp_path: Path, files: dict[str, str], message: str) -> None:
     facts = read_facts(folder(tmp_path, {"model.safetensors": None, **files}))
     assert facts.weights.missing is not None
     with pytest.raises(ValueError, match=message):

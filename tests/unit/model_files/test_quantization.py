@@ -34,7 +34,7 @@ def test_layers_named_output_are_quantized() -> None:
     assert read_quantization(FP8).scheme_of("encoder.layer.0.attention.output.dense") is not None
 
 
-def test_head_is_quantized_if_gptq_says_so() -> None:
+def test_head_is_quantized_if_the_gptq_config_includes_it() -> None:
     assert read_quantization(GPTQ).scheme_of("lm_head") is None
     assert read_quantization(GPTQ | {"lm_head": True}).scheme_of("lm_head") is not None
 

@@ -136,7 +136,7 @@ def test_auto_allows_text_and_valid_calls_only(name: str) -> None:
     assert not accepts(grammar, call.replace("get_weather", "get_rain"))
 
 
-def test_llama3_text_may_have_json_but_not_begin_like_a_call() -> None:
+def test_llama3_text_may_have_json_but_not_start_like_a_call() -> None:
     form = output_format(tool_parser="llama3", reasoning_parser=None)
     grammar = grammar_of(form.sampling_params(TOOLS))
     texts = ("", "{", '{"na', '{"a": 1}', '{"names": []}', 'Say {"name": "Ada"}.', '\n{"name": "Ada"}')
@@ -179,7 +179,7 @@ def test_reasoning_that_the_prompt_opens_ends_before_the_constraint() -> None:
     assert not accepts(grammar_of(closed), f"<think></think>{TAGGED}")
 
 
-def test_another_constraint_of_gpt_oss_begins_after_its_reasoning() -> None:
+def test_another_constraint_of_gpt_oss_starts_after_its_reasoning() -> None:
     form = output_format(tool_parser="gpt_oss")
     end = form.reasoning_end("<|start|>assistant")
     grammar = compiled(regex="[ab]+", reasoning_end=end)

@@ -153,7 +153,7 @@ def test_qwen3_coder_calls(text: str, parts: list[Any]) -> None:
     assert parsed(form_of("qwen3_coder"), text, tools=[TYPED]) == parts
 
 
-def test_types_of_a_schema_that_cannot_be_enforced_still_say_which_values_are_strings() -> None:
+def test_types_of_an_unsupported_schema_decide_which_values_are_strings() -> None:
     properties = {"text": {"type": "string", "not": {}}, "wrong": {"type": 5, "anyOf": 5}}
     tools = [{"name": "f", "parameters": {"properties": properties}}]
     text = coder(text="5", n="5", wrong="5")
@@ -264,7 +264,7 @@ BEGINS = ("<tool_call>", "<function=", "<|python_tag|>", "[TOOL_CALLS]", "<｜to
 
 @pytest.mark.parametrize("name", FRAGMENTS)
 @given(pieces=st.lists(st.sampled_from([*(begin[:-1] for begin in BEGINS), "<", " \n", "{", '"', " to=x", "}", "hi"])))
-def test_text_without_a_tag_comes_out_unchanged(name: str, pieces: list[str]) -> None:
+def test_text_without_a_tag_is_unchanged(name: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     assume(not any(begin in text for begin in BEGINS))
     assert parsed(form_of(name), pieces) == ([("content", text)] if text else [])
@@ -276,7 +276,7 @@ def test_mistral_reasoning_is_between_its_own_tags() -> None:
     assert parsed(form, text) == [("reasoning", "Hm."), ("content", "Sure."), OSLO]
 
 
-def test_text_comes_out_as_soon_as_it_cannot_begin_a_tag() -> None:
+def test_text_is_returned_as_soon_as_it_cannot_start_a_tag() -> None:
     parser = form_of("hermes").parser(tools=TOOLS)
     assert parser.push("a <tool") == [Content("a")]
     assert parser.push("s>") == [Content(" <tools>")]
@@ -290,7 +290,7 @@ def test_calls_are_content_without_tools_or_without_a_parser() -> None:
     assert parsed(form_of(None), CALL) == [("content", CALL)]
 
 
-def test_arguments_of_a_string_come_out_before_its_end() -> None:
+def test_string_arguments_are_returned_before_their_end() -> None:
     parser = form_of("qwen3_coder").parser(tools=TOOLS)
     parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
     assert parser.push('a"') == [ToolArguments(0, 'a\\"')]

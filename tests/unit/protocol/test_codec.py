@@ -1,4 +1,4 @@
-"""Frames are decoded as they were encoded. All other bytes raise one error."""
+"""Decoded frames equal the encoded ones. All other bytes raise BadFrameError."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_repeated_extra_replaces_the_first_unless_it_was_delivered() -> None:
 
 
 @pytest.mark.parametrize("with_text", [True, False])
-def test_a_prompt_comes_in_blocks_of_a_bounded_size(with_text: bool) -> None:
+def test_prompt_logprobs_are_sent_in_blocks_of_limited_size(with_text: bool) -> None:
     rules = LogprobRules(start=0, num_top=1_000, token_ids=(7, 3), with_text=with_text)
     data = b"".join(position(rules, 10 * place) for place in range(20))
     blocks = block_extras(5, PROMPT_LOGPROBS, data, rules.position_bytes)

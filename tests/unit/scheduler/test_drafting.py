@@ -91,7 +91,7 @@ def test_drafts_stop_with_more_rows() -> None:
     assert counts[1] > counts[8] > counts[64] == PROBE
 
 
-def test_drafts_that_are_never_accepted_stop_and_are_probed_ever_more_rarely() -> None:
+def test_drafts_that_are_never_accepted_stop_and_are_tried_less_often() -> None:
     acceptance, probes = Acceptance(0.5), []
     for step in range(4000):
         if not acceptance.is_paused():
@@ -102,7 +102,7 @@ def test_drafts_that_are_never_accepted_stop_and_are_probed_ever_more_rarely() -
     assert pauses[-5:] == [MAX_PAUSE] * 5
 
 
-def test_drafts_begin_again_when_they_are_accepted() -> None:
+def test_drafts_start_again_when_they_are_accepted() -> None:
     acceptance = accepting(MAX_DRAFTS, 0)
     counts = []
     for _ in range(2 * MAX_PAUSE):
@@ -113,7 +113,7 @@ def test_drafts_begin_again_when_they_are_accepted() -> None:
     assert counts[-1] == MAX_DRAFTS
 
 
-def test_drafts_that_are_never_found_are_looked_for_ever_more_rarely() -> None:
+def test_drafts_are_searched_less_often_if_none_are_found() -> None:
     acceptance, steps = Acceptance(0.5), []
     for step in range(8000):
         if not acceptance.is_paused():

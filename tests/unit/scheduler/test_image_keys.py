@@ -94,7 +94,7 @@ def test_requests_about_one_image_wait_for_the_first() -> None:
     assert [(row.uid, row.start) for row in step(world).rows] == [(0, 10), (1, 8), (2, 8)]
 
 
-def test_a_step_begins_images_of_no_more_features_than_tokens() -> None:
+def test_image_features_of_a_step_do_not_exceed_its_tokens() -> None:
     world = scheduler(chunk_tokens=16)
     for uid, name in enumerate("abc"):
         world.requests.submit(submit(uid, [uid, name, 8], max_new_tokens=1))

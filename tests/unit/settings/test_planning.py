@@ -114,7 +114,7 @@ def test_gpu_computes_float32_checkpoints_in_16_bits(tmp_path: Path) -> None:
     assert (kept.dtype, kept.weights_bytes) == ("float32", 4 * plan.num_parameters)
 
 
-def test_plan_says_why_weights_would_be_refused(tmp_path: Path) -> None:
+def test_plan_has_the_reason_why_weights_would_be_refused(tmp_path: Path) -> None:
     (folder(tmp_path) / "pytorch_model.bin").touch()
     plan = aioengine.plan(tmp_path, device_memory="80GiB")
     assert plan.fits

@@ -71,7 +71,7 @@ def test_prefix_that_no_longer_fits_into_the_cache_is_forgotten() -> None:
     assert routes.choose(submit_text(3, prefix)) == 0
 
 
-def test_same_beginning_with_another_adapter_is_no_reason_to_share() -> None:
+def test_same_prefix_with_another_adapter_does_not_select_a_replica() -> None:
     routes = Routes(3)
     prompt = list(range(320))
     first = routes.choose(submit_text(0, prompt, adapter=1))

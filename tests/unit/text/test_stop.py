@@ -168,7 +168,7 @@ def test_strings_and_patterns_can_be_combined() -> None:
     assert run(StopMatcher(["xyz"], ["x[0-9]"]), ["ax", "1"]) == (["a", ""], "x[0-9]", "")
     assert run(StopMatcher(["xyz"], ["x[0-9]"]), ["ax", "yz"]) == (["a", ""], "xyz", "")
     assert run(StopMatcher(["b"], ["abc"]), ["abc"]) == (["a"], "b", "")  # complete first
-    assert run(StopMatcher(["bc"], ["abc"]), ["abc"]) == ([""], "abc", "")  # begins first
+    assert run(StopMatcher(["bc"], ["abc"]), ["abc"]) == ([""], "abc", "")  # starts first
 
 
 @given(text=few_letters, stop=st.text(alphabet="abA🙂", min_size=1, max_size=4))

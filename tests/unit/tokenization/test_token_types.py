@@ -1,4 +1,4 @@
-"""The token types of texts and pairs are those that transformers gives a model."""
+"""The token types of texts and pairs equal those of transformers."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_rows_of_a_mixed_batch_equal_the_same_rows_alone(dtype: torch.dtype) -> 
     assert shuffled == [together[i] for i in order]
 
 
-def test_greedy_takes_the_first_of_the_largest() -> None:
+def test_greedy_sampling_takes_the_first_of_equal_logits() -> None:
     logits = random_logits(40, dtype=torch.bfloat16)
     assert greedy(logits).tolist() == logits.float().argmax(-1).tolist()
     for width in (1, 31, 33, 1000):

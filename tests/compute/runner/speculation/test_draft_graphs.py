@@ -96,7 +96,7 @@ def test_answers_equal_the_answers_without_drafts(
         ("repeating", "", 512),
     ],
 )
-def test_steps_begin_before_the_drafts_of_the_step_before_are_accepted(
+def test_steps_start_before_the_drafts_of_the_previous_step_are_accepted(
     folders: dict[str, Path],
     graph_worlds: list[World],
     followed: list[bool],

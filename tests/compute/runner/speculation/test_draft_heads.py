@@ -91,7 +91,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Proposals:
 
 
 def check(proposals: Proposals, plain: PlainHead) -> None:
-    """Each draft has the highest logit in plain torch, but for rounding."""
+    """Check that each draft has the highest logit in plain torch, except for rounding."""
     assert proposals
     for token_ids, drafts in proposals:
         with torch.no_grad():

@@ -83,7 +83,7 @@ def settings_of(folder: Path, *, depth: int, num_pages: int, max_drafts: int, **
 
 
 def random_submit(rng: random.Random, uid: int) -> Submit:
-    """A request with random options. Few allowed tokens let its output repeat itself."""
+    """Return a request with random options. Few tokens are allowed, so that its output repeats itself."""
     few = tuple(rng.sample(range(1, 20), rng.choice([2, 3, 5])))
     prompt = [rng.randrange(1, 30) for _ in range(rng.randrange(1, 30))] * rng.choice([1, 2, 3])
     stop_token_ids = rng.choice([(), (), few[:1], (rng.randrange(1, VOCAB_SIZE),)])
@@ -213,7 +213,7 @@ def test_answers_of_two_ranks_equal_their_answers_without_drafts(
 
 
 @pytest.mark.parametrize("draft", ["", "equal", "EAGLE3"])
-def test_texts_are_encoded_beside_drafts(folders: dict[str, Path], draft: str) -> None:
+def test_texts_are_encoded_in_steps_with_drafts(folders: dict[str, Path], draft: str) -> None:
     """Prompts that get a vector or a distribution are computed in steps with drafts."""
     settings = [settings_of(folders["drafted"], depth=0, num_pages=256, max_drafts=most) for most in (0, 3)]
     if draft:

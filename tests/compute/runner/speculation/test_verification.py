@@ -27,7 +27,7 @@ ROWS = st.lists(
 
 
 def verified(drafts: list[int], sampled: list[int]) -> list[int]:
-    """The tokens of a row, by definition. A token that cannot be sampled counts only if it is the first."""
+    """Return the tokens of a row by definition. A token that cannot be sampled counts only if it is the first."""
     tokens: list[int] = []
     for index, token_id in enumerate(sampled[: len(drafts) + 1]):
         if token_id == FAILED and tokens:

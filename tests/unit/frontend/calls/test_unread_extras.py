@@ -165,7 +165,7 @@ def test_an_answer_is_freed_as_soon_as_its_caller_drops_it(is_batch: bool) -> No
         gc.enable()
 
 
-def test_a_reader_of_a_log_keeps_the_last_state_whatever_the_size_of_chunks() -> None:
+def test_reader_of_a_log_keeps_the_last_state_for_any_size_of_chunks() -> None:
     row = add_row(make_call(is_stream=True, resume_ttl_s=1.0), hidden_states=LAST_STATES)
     for end in (31, 60):  # the second chunk has fewer tokens
         for index in range(row.token_offset, end):

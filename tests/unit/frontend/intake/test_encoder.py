@@ -1,4 +1,4 @@
-"""Texts that cannot fit are refused before they are tokenized as a whole."""
+"""Texts that are too long are refused before they are tokenized completely."""
 
 from __future__ import annotations
 
