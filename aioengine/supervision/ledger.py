@@ -176,6 +176,7 @@ class ControlCalls:
         self.lost: list[Reply] = []
         self.pinned: dict[Argument, Control] = {}
         self.weights = LoadedWeights()
+        self._earlier_weights = LoadedWeights()
         self.released: set[str] = set()
         self._waiting: dict[int, Control] = {}
         self._sent: dict[int, Control] = {}
@@ -185,7 +186,8 @@ class ControlCalls:
             if self.weights.are_lost and control.arguments.get("is_part"):
                 self.lost.append(Reply(control.call_id, False, LOST_WEIGHTS))
                 return
-            self.weights = loaded
+            if loaded.are_kept:  # otherwise, a new process cannot start with them
+                self._replace_weights(loaded)
         if control.name == UNLOAD_ADAPTER:
             number = control.arguments["id"]
             self.pinned.pop(number, None)
@@ -198,13 +200,25 @@ class ControlCalls:
     def take(self) -> list[ToScheduler]:
         """Return the unsent control calls, and record them as sent."""
         waiting, self._waiting = self._waiting, {}
+        for control in waiting.values():
+            if loaded := loaded_by(control.arguments):
+                self._replace_weights(loaded)
         self._sent |= waiting
         return [*waiting.values()]
+
+    def _replace_weights(self, loaded: LoadedWeights) -> None:
+        """Note the weights of a control call, which may arrive twice, until it fails."""
+        if loaded.number != self.weights.number:
+            self._earlier_weights, self.weights = self.weights, loaded
 
     def receive(self, reply: Reply) -> None:
         """Record a reply, and remember what each new scheduler must repeat: a pause, and loads of pinned adapters."""
         control = self._sent.pop(reply.call_id, None)
-        if control is None or not reply.success:
+        if control is None:
+            return
+        if not reply.success:
+            if loaded_by(control.arguments):
+                self.weights = self._earlier_weights
             return
         if control.name in ("pause", "continue"):
             self.is_paused = control.name == "pause"

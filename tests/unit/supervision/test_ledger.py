@@ -30,6 +30,8 @@ from aioengine.protocol.messages import (
     TextChunks,
     TextRules,
 )
+from aioengine.protocol.weight_messages import WeightCall
+from aioengine.settings.config import LoadedWeights
 from aioengine.supervision.ledger import CRASH_STAGE, CrashCause, Ledger
 from aioengine.supervision.supervisor import RestartWindow, RisingTotals
 
@@ -192,6 +194,19 @@ def test_pinned_adapters_are_loaded_again_into_each_new_scheduler() -> None:
     world.crash()
     again = [message for message in world.ledger.replay() if isinstance(message, Control)]
     assert [(message.call_id, message.name, message.arguments["id"]) for message in again] == [(-1, LOAD_ADAPTER, 1)]
+
+
+def test_weights_that_nobody_keeps_count_only_after_their_load_is_sent() -> None:
+    world = World()
+    controls, new = world.ledger.controls, LoadedWeights(version="v2", number=1, are_kept=False)
+    load = Control(1, WeightCall.LOAD, {"is_part": True, "weights": msgspec.json.encode(new).decode()})
+    world.crash()
+    world.tell(load)
+    assert controls.weights == LoadedWeights()  # with which the new process starts
+    assert load in world.ledger.replay()
+    assert controls.weights == new
+    controls.receive(Reply(1, False, "no update is open"))
+    assert controls.weights == LoadedWeights()
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
