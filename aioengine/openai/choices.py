@@ -79,9 +79,10 @@ class Choices(NamedTuple):
         head = self._head(place.rid, self.chunk_kind)
         rows: dict[int, Write] = {}
         infos: dict[int, Info] = {}
+        is_new = not place.num_characters and not place.num_tokens
         async for chunk in stream:
             index, info = chunk.get("index", 0), chunk["meta_info"]
-            is_first = index not in rows and not chunk["text_offset"] and not place.num_characters
+            is_first = index not in rows and not chunk["text_offset"] and is_new
             if index not in rows:
                 rows[index] = self.new_row(place.rid, index)
             if (reason := info["finish_reason"]) is not None:

@@ -12,7 +12,7 @@ from aioengine.api.engine import AsyncEngine
 from aioengine.openai import token_logprobs
 from aioengine.openai.bodies import GenerateBody, add_constraint, prompt_arguments, read_generate_fields
 from aioengine.openai.choices import Choices, Piece, limit_length
-from aioengine.openai.http_call import HttpCall, finish_word
+from aioengine.openai.http_call import CallError, HttpCall, finish_word
 from aioengine.openai.token_logprobs import TextOffsets
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -39,6 +39,8 @@ async def completions(call: HttpCall) -> Response:
     body, sampling = read_generate_fields(call.body, CompletionBody)
     add_constraint(sampling, body.response_format, body.structured_outputs)
     limit_length(sampling, DEFAULT_MAX_TOKENS)
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise CallError("echo does not work with truncate_prompt_tokens: the prompt that is computed has another text")
     engine = call.model.engine
     name, adapter = await call.model.find(body.model)
     prompt: Any = body.prompt

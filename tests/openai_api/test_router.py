@@ -114,6 +114,11 @@ WRONG: dict[str, tuple[str, dict[str, object], str]] = {
     "two formats": (CHAT, chat("x", response_format={"type": "json_object"}, regex="a"), "regex"),
     "prompt of objects": ("/v1/completions", {"prompt": [{}]}, "prompt"),
     "template": (CHAT, chat("x", chat_template="{{ 1 }}"), "chat_template must be the name"),
+    "echo of a part": (
+        "/v1/completions",
+        {"prompt": "x", "echo": True, "truncate_prompt_tokens": 1},
+        "echo does not work",
+    ),
     "echo of texts and ids": ("/v1/completions", {"prompt": ["x", 1], "echo": True}, "prompt[1]"),
 }
 
@@ -307,6 +312,26 @@ async def test_continued_stream_starts_with_new_text() -> None:
     stream_events = choices._events(cast("Any", stream()), Place("cmpl", "r", 5, 5), GenerateBody(resume_ttl=1.0))
     sent = [event.decode() async for event in stream_events]
     assert [json.loads(event.partition("data: ")[2])["choices"][0]["text"] for event in sent[:-1]] == [" new", "."]
+
+
+@pytest.mark.parametrize(("place", "is_first"), [(Place("cmpl", "r"), True), (Place("cmpl", "r", 0, 1), False)])
+async def test_continued_stream_does_not_repeat_the_prompt(place: Place, is_first: bool) -> None:
+    """Also if the events before it had no text: their tokens may begin a stop string."""
+
+    async def stream() -> AsyncIterator[dict[str, Any]]:
+        for text, offset, reason in (("", 0, None), (" new", 1, "stop")):
+            ids = {"output_ids": [5], "token_offset": offset}
+            yield {"text": text, "text_offset": 0, "meta_info": {"finish_reason": reason}, **ids}
+
+    are_first: list[bool] = []
+
+    def write(_: str, index: int) -> Any:
+        return lambda piece: are_first.append(piece.is_first) or {"index": index}
+
+    choices = Choices("cmpl", "text", "text", "fake", {}, partial, write)
+    async for _ in choices._events(cast("Any", stream()), place, GenerateBody(resume_ttl=1.0)):
+        pass
+    assert are_first == [is_first, False]
 
 
 def test_event_id_beyond_the_end_of_the_stream_is_refused(server: Served) -> None:
