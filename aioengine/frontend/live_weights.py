@@ -125,7 +125,7 @@ class LiveWeights:
             folder = await in_thread(partial(model_folder.locate, path))
         except ValueError as error:
             return WeightUpdate(False, str(error))
-        if self._update is not None and self._update.loss:
+        if await self._has_lost_update():
             self._end_update()
         checked = await self._ask(WeightCall.CHECK, {"path": folder})
         if not checked.success:
@@ -255,7 +255,7 @@ class LiveWeights:
     async def begin(self, selector: object) -> Outcome:
         """See ``AsyncEngine.begin_weight_update``."""
         checks.choice("selector", selector, {"all": "all", "target": "target"})
-        if self._update is not None and not self._update.loss:
+        if self._update is not None and not await self._has_lost_update():
             return Outcome(False, "a weight update is open already; call end_weight_update first")
         self._end_update()
         self._num_updates += 1
@@ -324,6 +324,12 @@ class LiveWeights:
         return replace(
             self.loaded, number=number, version=version, tensor_files=paths, are_kept=are_kept, are_lost=False
         )
+
+    async def _has_lost_update(self) -> bool:
+        """Return whether there is an open update whose process was lost."""
+        if self._update is not None and not self._update.loss:
+            await self._ask(WeightCall.CHECK, {"ends": True})  # sets ``loss``
+        return self._update is not None and bool(self._update.loss)
 
     def _end_update(self) -> None:
         """Forget the open update and its files."""

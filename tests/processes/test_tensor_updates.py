@@ -233,6 +233,10 @@ async def test_update_is_not_open_after_the_loss_of_its_process(
     assert (await engine.end_weight_update()) == (False, result.message)
     assert (await engine.get_model_info())["weight_version"] == "default"
     assert reference.check(PROMPT, await started(engine, PROMPT, 20)) == ["default"]
+    assert await engine.begin_weight_update()
+    kill_scheduler(engine)
+    await until(lambda: total(engine, "num_restarts") == 2)
+    assert await engine.begin_weight_update()
 
 
 @live
