@@ -218,9 +218,10 @@ class WeightLoader:
             where = "quantized" if target.source is None else "divided among ranks"
             raise _RefusedError(f"{name} is {where}, and cannot be returned")
         self._model.open_for_loading("", {name.rpartition(".")[0]})
-        rows = self._model.weights()[name].tensor[:num_rows].float().tolist()
+        rows = self._model.weights()[name].tensor[:num_rows]
+        numbers = (rows.float() if rows.is_floating_point() else rows).tolist()
         self._model.finish_loading()
-        return json.dumps(rows)
+        return json.dumps(numbers)
 
     def _join(self, arguments: Mapping[str, Argument]) -> None:
         name, runner = str(arguments["group"]), self._settings.runner
