@@ -14,6 +14,7 @@ from typing import Final, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from aioengine import plugins
 from aioengine.api import checks
@@ -21,7 +22,7 @@ from aioengine.layers.layer import Target
 from aioengine.layers.ranks import RankGroup
 from aioengine.model_files import folder_files, tensor_file
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
-from aioengine.model_files.quantization import read_config, split_config
+from aioengine.model_files.quantization import MAX_TEXT, TEXTS, read_config, split_config
 from aioengine.model_files.tensor_file import TensorFile
 from aioengine.models._base import Model
 from aioengine.protocol.messages import Argument, Control, Fact, Reply
@@ -29,7 +30,7 @@ from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall,
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.trainer_group import TrainerGroup
-from aioengine.runner.weight_reading import DTYPES, check_all, check_finite
+from aioengine.runner.weight_reading import DTYPES, check_all, check_finite, layer_of
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
 RELEASED: Final = "the weights are released; call resume_memory_occupation first"
@@ -85,6 +86,8 @@ class _DeviceTensors:
     def write(self, targets: Mapping[str, Target]) -> None:
         for name, tensor in self.tensors.items():
             target = targets[name]
+            if name.endswith(TEXTS):  # the rest of a shorter text is 0
+                tensor = functional.pad(tensor.flatten(), (0, MAX_TEXT - tensor.numel()))
             target.write(tensor.view(target.shape)[target.index])
 
 
@@ -217,7 +220,7 @@ class WeightLoader:
         if target.writer is not None or target.source is not None:
             where = "quantized" if target.source is None else "divided among ranks"
             raise _RefusedError(f"{name} is {where}, and cannot be returned")
-        self._model.open_for_loading("", {name.rpartition(".")[0]})
+        self._model.open_for_loading("", {layer_of(name)})
         rows = self._model.weights()[name].tensor[:num_rows]
         numbers = (rows.float() if rows.is_floating_point() else rows).tolist()
         self._model.finish_loading()
@@ -325,7 +328,7 @@ class WeightLoader:
     @torch.no_grad()
     def _replace(self, new: _FileTensors | _DeviceTensors) -> None:
         """Replace weights, in place where the kernels read them as loaded."""
-        self._model.open_for_loading("", {name.rpartition(".")[0] for name in new.names})
+        self._model.open_for_loading("", {layer_of(name) for name in new.names})
         new.write(self._model.weights())
         self._model.finish_loading()
         self._runner.forget_features()

@@ -193,6 +193,12 @@ def check_all(entries: list[Entry], targets: Mapping[str, Target]) -> None:
     read_all(entries, whole, lambda done, total: None)
 
 
+def layer_of(name: str) -> str:
+    """Return the layer of a tensor. bitsandbytes stores "weight", "weight.absmax" and others for a layer."""
+    layer, found, _ = name.rpartition(".weight.")
+    return layer if found else name.rpartition(".")[0]
+
+
 def check_finite(values: Tensor, dtype: torch.dtype, shown: str) -> None:
     """Raise ValueError if values [...] are not finite in ``dtype``. shown: their name, for the message."""
     if not dtype.is_floating_point or not values.is_floating_point():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -16,6 +17,7 @@ from aioengine.runner import build, weight_loading
 from aioengine.runner.weight_loading import WeightsBrokenError
 from aioengine.runner.weight_reading import check_all
 from aioengine.settings.config import LoadedWeights
+from tests.compute.quantized import METHODS, quantize_checkpoint
 from tests.compute.runner_world import World, make_settings, save_model
 from tests.compute.stepping import Stepper
 
@@ -129,6 +131,74 @@ def test_files_that_change_after_their_check_end_the_process(tmp_path: Path) -> 
     with pytest.raises(WeightsBrokenError, match="was changed after it was checked"):
         world.runner.controls[WeightCall.LOAD](control)
     assert torch.equal(logits_of(world), old)
+
+
+LAYER = "model.layers.1.mlp.down_proj"
+ORDER = f"{LAYER}.g_idx"
+STATE = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+
+
+def save_quantized(folder: Path, tensors: dict[str, Tensor], method: str) -> None:
+    """Save a checkpoint. Its model is in the folder."""
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": METHODS[method].config}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def quantized_pair(method: str, folder: Path) -> tuple[Path, Path, dict[str, Tensor]]:
+    """Save two equal models, of which the first is quantized. Return their folders, and the quantized tensors."""
+    first, second = folder / "first", folder / "second"
+    for path in (first, second):
+        save_model("qwen2", path, tie_word_embeddings=False, intermediate_size=128)
+    tensors, _ = quantize_checkpoint(load_file(first / "model.safetensors"), METHODS[method])
+    save_quantized(first, tensors, method)
+    return first, second, tensors
+
+
+def as_text(**state: object) -> Tensor:
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+@dataclass
+class FakeGroup:
+    """A process group whose rank 0 broadcasts these tensors."""
+
+    tensors: dict[str, Tensor]
+
+    def receive(self, _: object) -> dict[str, Tensor]:
+        return self.tensors
+
+
+def receive(world: World, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Reply:
+    """Let the runner join a group, and receive tensors."""
+    monkeypatch.setattr(weight_loading, "TrainerGroup", lambda *_, **options: FakeGroup(tensors))
+    group = {"group": "trainer", "backend": "gloo", "address": "127.0.0.1", "port": 1}
+    join = Control(1, WeightCall.JOIN_GROUP, group | {"rank_offset": 1, "world_size": 2})
+    assert world.runner.controls[WeightCall.JOIN_GROUP](join).success
+    control = Control(2, WeightCall.RECEIVE, {"group": "trainer", "tensors": "[]"})
+    return world.runner.controls[WeightCall.RECEIVE](control)
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [
+        ("gptq-order", {ORDER: torch.arange(128).int() // 32}),
+        ("nf4-double", {STATE: as_text(blocksize=64, nested_blocksize=256, nested_offset=0.25)}),
+    ],
+)
+def test_parts_of_quantized_layers_are_replaced(
+    method: str, values: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, tensors = quantized_pair(method, tmp_path)
+    world = World(make_settings(first))
+    old = logits_of(world)
+    save_quantized(second, tensors | values, method)
+    expected = logits_of(World(make_settings(second)))
+    assert not torch.equal(old, expected)
+    assert receive(world, values, monkeypatch).success
+    load = Control(5, WeightCall.LOAD, {"received": True})
+    assert world.runner.controls[WeightCall.LOAD](load).success
+    assert torch.equal(logits_of(world), expected)
 
 
 def test_memory_is_released_only_if_the_engine_was_configured_for_it(tmp_path: Path) -> None:
