@@ -115,7 +115,7 @@ class SparseMLP(Layer):
             raise ValueError(f"the experts {self._name} have several formats; allowed: one format for all of them")
         if isinstance(linear_format, CodesFormat) and config.stored in {"separate", "packed"}:
             kind = CodedExperts if config.stored == "separate" else JoinedExperts
-            gate_up = LinearSpec(size, (inner, inner), False, placement.dtype, placement.device)
+            gate_up = LinearSpec(size, (inner, inner), False, placement.dtype, placement.device, allows_order=False)
             down = gate_up._replace(in_features=inner, sizes=(size,), first_input=self._inner_range[0])
             self._coded = (
                 kind(linear_format, config.names[:-1], gate_up, num_experts),

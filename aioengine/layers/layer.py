@@ -126,6 +126,8 @@ class Target(NamedTuple):
         writer: receives the loaded rows instead of ``tensor``, which is its placeholder.
         is_optional: the checkpoint may not have the tensor.
         is_preset: the tensor has a valid value before loading, which dummy weights keep.
+        check: raises ValueError if loading could not be finished with the values [...] of the whole checkpoint tensor.
+            None: it can be finished with any values.
     """
 
     tensor: Tensor
@@ -133,6 +135,7 @@ class Target(NamedTuple):
     writer: RowWriter | None = None
     is_optional: bool = False
     is_preset: bool = False
+    check: Callable[[Tensor], object] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -292,8 +292,10 @@ def unplaced_targets(
         yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
     for name, tensor in tensors.items():
         if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
-            is_preset = isinstance(linear_format, CodesFormat) and linear_format.is_preset(name)
-            yield name, [Target(piece, is_preset=is_preset) for piece in pieces]
+            is_preset, check = False, None
+            if isinstance(linear_format, CodesFormat):
+                is_preset, check = linear_format.is_preset(name), linear_format.check_of(layer, name)
+            yield name, [Target(piece, is_preset=is_preset, check=check) for piece in pieces]
 
 
 def _output_shard(

@@ -48,6 +48,7 @@ class LinearSpec(NamedTuple):
         batch_invariant: on a GPU, the result for a row must not depend on the number of rows.
         order: [O] int64, the index in the loaded tensors of each output; None: the outputs are in order.
         first_input: the index in the checkpoint of the first input, if ranks divide the inputs.
+        allows_order: the checkpoint may store the inputs in another order.
     """
 
     in_features: int
@@ -59,6 +60,7 @@ class LinearSpec(NamedTuple):
     batch_invariant: bool = False
     order: Tensor | None = None
     first_input: int = 0
+    allows_order: bool = True
 
     def empty_bias(self) -> Tensors:
         """Return the uninitialized bias [O] as the entry of its name; {} without a bias."""
@@ -157,6 +159,10 @@ class CodesFormat(LinearFormat):
     def is_preset(self, name: str) -> bool:
         """Return whether ``empty`` sets the tensor ``name`` to valid values; see ``Target``."""
         return False
+
+    def check_of(self, layer: LinearSpec, name: str) -> Callable[[Tensor], object] | None:
+        """Return ``Target.check`` of the tensor ``name``. The tensor must be small, because it is read once more."""
+        return None
 
     def kept(self, tensors: Tensors) -> Tensors:
         """Return the loaded tensors that stay in memory, because ``tensors`` cannot restore them from codes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Final
 
@@ -107,11 +108,14 @@ class StoredFormat(CodesFormat):
         dim = stored.output_dim
         return tensor.split([stored.shape(size, layer.in_features)[dim] for size in layer.sizes], dim)
 
+    def check_of(self, layer: LinearSpec, name: str) -> Callable[[Tensor], object] | None:
+        if name.endswith("g_idx"):
+            return partial(self._check_groups, layer)
+        return self._quant_state if name.endswith(TEXTS) and self.scheme.has_scale_codes else None
+
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
-        """Return the weight [O, I]. Raises ValueError if its inputs are reordered."""
-        codes, *others = self._codes(layer, tensors)
-        if others or codes.order is not None:
-            raise ValueError("its inputs are reordered (desc_act), which experts do not support")
+        """Return the weight [O, I]. ``layer`` does not allow reordered inputs."""
+        [codes] = self._codes(layer, tensors)
         return codes
 
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
@@ -169,7 +173,7 @@ class StoredFormat(CodesFormat):
         return scales.t() if scheme.layout in {"awq", "gptq"} else scales
 
     def _decoded_scales(self, layer: LinearSpec, tensors: Tensors) -> Tensor:
-        """Return the scales [O, I / 64] of bitsandbytes, stored as codes. Raises ValueError for a damaged text."""
+        """Return the scales [O, I / 64] of bitsandbytes, stored as codes. Raises ValueError, see ``_quant_state``."""
         scheme = self.scheme
         names = scheme.scale, "weight.nested_absmax", "weight.nested_quant_map"
         texts = tensors[f"weight.quant_state.bitsandbytes__{scheme.table}"]
@@ -177,16 +181,20 @@ class StoredFormat(CodesFormat):
         for codes, nested, table, text in zip(
             *(self.split(layer, name, tensors[name]) for name in names), texts.cpu(), strict=True
         ):
-            try:
-                state = msgspec.json.decode(bytes(text.tolist()).rstrip(b"\0"), type=_QuantState)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise ValueError(f"a quant_state of bitsandbytes is damaged: {error}") from error
-            if (state.blocksize, state.nested_blocksize) != (scheme.group, BLOCK_SCALES):
-                sizes = f"{state.blocksize} and {state.nested_blocksize}"
-                raise ValueError(f"bitsandbytes has blocks of {sizes}; allowed: {scheme.group} and {BLOCK_SCALES}")
             wide = nested.repeat_interleave(BLOCK_SCALES)[: codes.numel()].view_as(codes)
-            scales.append(table[codes.int()] * wide + state.nested_offset)
+            scales.append(table[codes.int()] * wide + self._quant_state(text).nested_offset)
         return torch.cat(scales)
+
+    def _quant_state(self, text: Tensor) -> _QuantState:
+        """Decode a text [bytes]. Raises ValueError if it is damaged, or describes other blocks."""
+        try:
+            state = msgspec.json.decode(bytes(text.flatten().tolist()).rstrip(b"\0"), type=_QuantState)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"a quant_state of bitsandbytes is damaged: {error}") from error
+        if (state.blocksize, state.nested_blocksize) != (self.scheme.group, BLOCK_SCALES):
+            sizes = f"{state.blocksize} and {state.nested_blocksize}"
+            raise ValueError(f"bitsandbytes has blocks of {sizes}; allowed: {self.scheme.group} and {BLOCK_SCALES}")
+        return state
 
     def _codes(self, layer: LinearSpec, tensors: Tensors) -> list[Codes]:
         """Return the codes of the layer, or of each part if the parts have different orders of inputs."""
@@ -212,7 +220,7 @@ class StoredFormat(CodesFormat):
                 table = torch.tensor(_TABLES[self.scheme.table], device=codes.device)
             case _:
                 codes = tensors["weight"]
-        inputs, num_groups, per_word = layer.in_features, scales.shape[1], WORD // bits
+        inputs, per_word = layer.in_features, WORD // bits
         if zeros is not None:
             if self.scheme.group > 0 and inputs % self.scheme.group:
                 raise ValueError(f"{inputs} inputs with groups of {self.scheme.group} are not implemented")
@@ -229,19 +237,36 @@ class StoredFormat(CodesFormat):
         whole = Codes(codes, scales, offsets, table=table)
         if layer.order is not None:
             whole = whole.with_outputs(layer.order)
-        groups, size = tensors.get("g_idx", tensors.get("weight_g_idx")), inputs // num_groups
-        expected = torch.arange(inputs, device=codes.device) // size
-        if groups is None or not groups.any():  # some files without an order have zeros
-            return [_packed(whole, bits, None)]
-        groups = groups - layer.first_input // size
-        if (groups == expected).all():
-            return [_packed(whole, bits, None)]
+        groups = tensors.get("g_idx", tensors.get("weight_g_idx"))
+        orders = None if groups is None else self._orders(layer, groups)
+        if orders is None or (orders == orders[0]).all():
+            return [_packed(whole, bits, None if orders is None else orders[0])]
+        return [_packed(part, bits, order) for part, order in zip(whole.split(layer.sizes), orders, strict=True)]
+
+    def _orders(self, layer: LinearSpec, groups: Tensor) -> Tensor | None:
+        """Return the order of the inputs of each part, [P, I]; None: all are in order.
+
+        groups: the group of each input, [P, I]. Raises ValueError if they have other sizes than in the config, or if
+        ``layer`` does not allow reordered inputs.
+        """
+        size = self.scheme.group or layer.in_features
+        inputs = torch.arange(layer.in_features, device=groups.device)
+        expected = inputs // size
+        # some files without an order have zeros
+        groups = torch.where(groups.any(1, keepdim=True), groups - layer.first_input // size, expected)
         orders = groups.argsort(dim=1, stable=True)
         if not (groups.gather(1, orders) == expected).all():
             raise ValueError(f"the groups of its inputs (g_idx) do not have {size} inputs each")
-        if (orders == orders[0]).all():
-            return [_packed(whole, bits, orders[0])]
-        return [_packed(part, bits, order) for part, order in zip(whole.split(layer.sizes), orders, strict=True)]
+        if (orders == inputs).all():
+            return None
+        if not layer.allows_order:
+            raise ValueError("its inputs are reordered (desc_act), which experts do not support")
+        return orders
+
+    def _check_groups(self, layer: LinearSpec, groups: Tensor) -> None:
+        """Raise ValueError for a ``g_idx`` [I of all ranks], see ``_orders``."""
+        for rank, own in enumerate(groups.flatten().split(layer.in_features)):  # ranks have equal numbers of inputs
+            self._orders(layer._replace(first_input=rank * layer.in_features), own.unsqueeze(0))
 
     def _stored(self, parts: Sequence[Codes], order: Tensor | None) -> Tensors:
         """Return the weight, and scales that are not kept, from the codes of the parts.

@@ -30,7 +30,7 @@ from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall,
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
 from aioengine.runner.trainer_group import TrainerGroup
-from aioengine.runner.weight_reading import DTYPES, check_all, check_finite, layer_of
+from aioengine.runner.weight_reading import DTYPES, check_all, check_finite, check_values, layer_of
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
 RELEASED: Final = "the weights are released; call resume_memory_occupation first"
@@ -82,6 +82,7 @@ class _DeviceTensors:
     def check(self, targets: Mapping[str, Target]) -> None:
         for name, tensor in self.tensors.items():
             check_finite(tensor, targets[name].tensor.dtype, f"tensor {name}")
+            check_values(tensor, name, targets[name])
 
     def write(self, targets: Mapping[str, Target]) -> None:
         for name, tensor in self.tensors.items():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aioengine.kernels.codes import FP8
 from aioengine.kernels.gguf_blocks import dequantized
-from aioengine.layers.layer import Slice, Target
+from aioengine.layers.layer import Slice, Target, errors_of
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry
 from aioengine.model_files.gguf_header import BLOCKS
@@ -184,13 +184,24 @@ def check_all(entries: list[Entry], targets: Mapping[str, Target]) -> None:
     targets: on the device "meta", so nothing is written.
 
     Raises:
-        ValueError: see ``read_all``.
+        ValueError: see ``read_all`` and ``check_values``.
     """
     whole = {
         entry.name: Target(torch.empty(entry.shape, dtype=targets[entry.name].tensor.dtype, device="meta"))
         for entry in entries
     }
     read_all(entries, whole, lambda done, total: None)
+    for entry in entries:
+        if targets[entry.name].check is not None:
+            with folder_files.open_existing(entry.path) as file:
+                check_values(read_tensor(file, entry), entry.name, targets[entry.name])
+
+
+def check_values(values: Tensor, name: str, target: Target) -> None:
+    """Raise ValueError if loading could not be finished with values [...] of the checkpoint tensor ``name``."""
+    if target.check is not None:
+        with errors_of(layer_of(name)):
+            target.check(values)
 
 
 def layer_of(name: str) -> str:

@@ -176,6 +176,20 @@ def test_ranks_have_parts_of_codes_and_scales(name: str, axis: Axis, tmp_path: P
         assert_close(total, whole, 4 if name == "w8a8" else bits_of(name))
 
 
+def test_ranks_check_the_order_of_the_inputs_of_all_ranks() -> None:
+    _, quantization = split_config({"quantization_config": METHODS["gptq"].config})
+    assert quantization is not None
+    placement = Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization), shard=Shard(0, 2))
+    check = Linear(128, {"o_proj": 48}, placement, divided="inputs").weights()["o_proj.g_idx"].check
+    assert check is not None
+    groups = torch.arange(128) // 32
+    for allowed in (groups, groups * 0, groups[[*range(63, -1, -1), *range(64, 128)]]):
+        check(allowed)
+    for order in (groups.flip(0), groups.clamp_max(2)):
+        with pytest.raises(ValueError, match="do not have 32 inputs each"):
+            check(order)
+
+
 def test_ranks_do_not_divide_codes_that_are_stored_together(tmp_path: Path) -> None:
     quantization = read_quantization(METHODS["fp8-blocks"].config)
     placement = Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization), shard=Shard(0, 2))

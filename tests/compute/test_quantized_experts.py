@@ -168,6 +168,19 @@ def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:
         find_facts(engine_config(str(tmp_path), {}).model, configs_only=True)
 
 
+def test_reordered_inputs_are_refused_by_the_check_of_values() -> None:
+    _, quantization = split_config({"quantization_config": METHODS["gptq"].config})
+    assert quantization is not None
+    experts = ExpertsConfig(num_experts=3, top_k=2, inner_size=128)
+    layer = SparseMLP(64, experts, Placement(dtype=torch.float32, device=CPU, format_of=formats(quantization)))
+    check = layer.weights("mlp.")["mlp.experts.1.down_proj.g_idx"].check
+    assert check is not None
+    groups = torch.arange(128) // 32
+    check(groups)
+    with pytest.raises(ValueError, match="reordered .*, which experts do not support"):
+        check(groups.flip(0))
+
+
 def test_experts_in_several_formats_are_refused() -> None:
     config = METHODS["awq"].config | {"modules_to_not_convert": ["experts.1.up_proj"]}
     _, quantization = split_config({"quantization_config": config})

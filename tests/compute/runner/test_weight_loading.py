@@ -180,9 +180,45 @@ def receive(world: World, tensors: dict[str, Tensor], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
+    ("method", "name", "values", "message"),
+    [
+        ("gptq-order", ORDER, torch.full((128,), 3, dtype=torch.int32), "the groups of its inputs (g_idx) do not have"),
+        ("gptq-order", ORDER, torch.arange(128).int() // 32 + 1, "the groups of its inputs (g_idx) do not have 32"),
+        ("packed-order", f"{LAYER}.weight_g_idx", torch.full((128,), -1).int(), "the groups of its inputs (g_idx) do"),
+        ("nf4-double", STATE, torch.full((9,), 120).byte(), "a quant_state of bitsandbytes is damaged"),
+        (
+            "nf4-double",
+            STATE,
+            as_text(blocksize=128, nested_blocksize=256, nested_offset=0.5),
+            "bitsandbytes has blocks of 128 and 256; allowed: 64 and 256",
+        ),
+    ],
+)
+def test_wrong_values_of_quantized_layers_are_refused_by_the_check(
+    method: str, name: str, values: Tensor, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, tensors = quantized_pair(method, tmp_path)
+    world = World(make_settings(first))
+    old = logits_of(world)
+    save_quantized(second, tensors | {name: values}, method)
+    save_file({name: values}, tmp_path / "part.safetensors")
+    part = {"path": str(tmp_path / "part.safetensors"), "is_part": True}
+    replies = [
+        call(world, WeightCall.CHECK, second),
+        world.runner.controls[WeightCall.CHECK](Control(4, WeightCall.CHECK, part)),
+        receive(world, {name: values}, monkeypatch),
+    ]
+    for reply in replies:
+        assert not reply.success
+        assert reply.message.startswith(f"{LAYER}: {message}")
+    assert torch.equal(logits_of(world), old)
+
+
+@pytest.mark.parametrize(
     ("method", "values"),
     [
         ("gptq-order", {ORDER: torch.arange(128).int() // 32}),
+        ("gptq-order", {"model.layers.1.self_attn.q_proj.g_idx": torch.zeros(64).int()}),
         ("nf4-double", {STATE: as_text(blocksize=64, nested_blocksize=256, nested_offset=0.25)}),
     ],
 )
