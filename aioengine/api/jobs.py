@@ -136,10 +136,14 @@ class Job:
             self.bar.advance()
         return row
 
-    async def wait(self) -> None:
-        """Wait until a row has ended. Write the journal to the disk if this is due."""
+    async def sync_if_due(self) -> None:
+        """Write the journal to the disk if the last time was a second ago."""
         if self._journal is not None and self._journal.is_sync_due:
             await asyncio.to_thread(self._journal.sync)
+
+    async def wait(self) -> None:
+        """Wait until a row has ended."""
+        await self.sync_if_due()
         await self.changed.wait()
         self.changed.clear()
 
@@ -191,6 +195,7 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
             if self._loop is None:
                 self._loop = asyncio.get_running_loop()
                 await job.open()
+            await job.sync_if_due()  # a slow reader never waits
             await self._read()
             while (row := job.take()) is None and not (self._is_exhausted and job.is_idle):
                 await job.wait()
@@ -301,6 +306,7 @@ class AnswerIterator(Iterator[JobRow]):
         """Start items, and wait for the next row. Returns None if there is none."""
         for item in items:
             self._job.start(item)
+        await self._job.sync_if_due()
         while (row := self._job.take()) is None and not self._job.is_idle:
             await self._job.wait()
         return row

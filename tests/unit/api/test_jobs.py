@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,9 @@ from aioengine.api.jobs import AnswerIterator, AsyncAnswerIterator, Job, Row
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.progress import RowBar
 from tests.kit.waiting import until
+
+if TYPE_CHECKING:
+    from aioengine.api.journal import Journal
 
 
 class Answers:
@@ -85,6 +88,46 @@ def test_each_row_is_returned_once_and_the_window_limits_read_items(
         assert [row["item"] for row in rows] == [f"item {index}" for index in indices]
 
     asyncio.run(main())
+
+
+class DueJournal:
+    """A journal that is due to be written to the disk at any time."""
+
+    is_sync_due = True
+    num_syncs = 0
+
+    def record_item(self, index: int, item: bytes) -> None:
+        pass
+
+    def is_done(self, index: int) -> bool:
+        return False
+
+    def append(self, index: int, row: Row) -> None:
+        pass
+
+    def sync(self) -> None:
+        self.num_syncs += 1
+
+    def close(self) -> None:
+        pass
+
+
+async def test_the_journal_of_a_slow_reader_is_written_at_each_row() -> None:
+    """When the reader asks for a row, it has ended already."""
+    answers, journal = Answers(), DueJournal()
+    source = answers.job(4)
+    source.open_journal = lambda: cast("Journal", journal)
+    job = AsyncAnswerIterator(answers.items(3), source)
+    reading = asyncio.ensure_future(anext(job))
+    while len(answers.waiting) < 3:  # noqa: ASYNC110  # the number of turns is bounded
+        await asyncio.sleep(0)
+    for index in range(3):
+        answers.waiting[index].set_result(None)
+    await reading
+    num_syncs = journal.num_syncs
+    await anext(job)
+    assert journal.num_syncs == num_syncs + 1
+    await job.aclose()
 
 
 async def test_rows_do_not_wait_for_the_next_item() -> None:
