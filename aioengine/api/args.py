@@ -181,7 +181,7 @@ def _classes(name: str, value: object) -> tuple[str, ...]:
 
 
 def _adapters(name: str, value: object) -> tuple[GivenAdapter, ...]:
-    """Check a list of paths, "name=path" or dicts, or a dict from name to path. The command line has commas between."""
+    """Check a list of paths, "name=path" or dicts, or a dict from name to path. Commas separate them in a flag."""
     if isinstance(value, Mapping):
         paths = cast("Mapping[object, object]", value)
         entries: list[object] = [{"lora_name": key, "lora_path": path} for key, path in paths.items()]
@@ -431,7 +431,7 @@ _ROWS: Final = {
     ),
     "speculative_draft_model_path": Argument(
         _path,
-        "folder, hub id or GGUF file of the draft model, for STANDALONE, EAGLE and EAGLE3",
+        "folder or hub id of the draft model or head, for STANDALONE, EAGLE and EAGLE3; a GGUF file for STANDALONE",
         "none",
         place="speculation.draft_model_path",
     ),

@@ -231,7 +231,7 @@ def _num_done(output: IO[bytes]) -> tuple[int, int] | None:
 
 def _timeout_message(source: Source, done: int, total: int) -> str:
     progress = f"{done} of {total} files were done" if done else "no file was done"
-    remedy = f"Increase startup_timeout, install {_COMPILED}, or use attention_backend='torch'"
+    remedy = f"Increase startup_timeout, install {_COMPILED}, or use attention_backend='triton'"
     what = f"compiling FlashInfer's kernel {source.name} in {source.build_dir}"
     return f"{what} took too long: {progress}. The next start continues from there. {remedy}"
 

@@ -1,9 +1,9 @@
 """FlashInfer's prefill kernels: for rows of several tokens, and for cascade attention of decode rows.
 
 Rows whose keys and values are all computed in this step ("fresh" rows) read them from the tensors of the step. This is
-20% faster than reading pages. Other rows read pages. If the pool has another dtype than queries, all rows read
-converted copies of its keys and values (``ConvertedRows``). Until the kernels are compiled, ``TritonAttention``
-computes these rows through the same methods, ``prepare`` and ``bind``.
+20% faster than reading pages. Other rows read pages. If the pool has another dtype than queries, rows read converted
+copies of its keys and values, or pages with our Triton kernels (``ConvertedRows``). Until the kernels are compiled,
+``TritonAttention`` computes these rows through the same methods, ``prepare`` and ``bind``.
 
 In cascade attention, decode rows with the same first pages attend to these pages in one non-causal prefill. The decode
 kernel attends to the other pages, and merges both results. Prefill rows with the same first pages do this too, but the

@@ -1,9 +1,9 @@
 """Attention with plain torch operations: the reference for other backends, and the CPU backend if no other one works.
 
-It is batch-invariant: the result of a token has the same bits alone, in any batch, in a decode step and in any prefill
-chunk. Tokens are computed in blocks of ``BLOCK`` positions aligned from position 0, one block of one row at a time. The
-shapes of the operations depend only on the block's position: tokens of the block that are not part of this step are
-replaced by zeros.
+On a CPU, it is batch-invariant: the result of a token has the same bits alone, in any batch, in a decode step and in
+any prefill chunk. Tokens are computed in blocks of ``BLOCK`` positions aligned from position 0, one block of one row at
+a time. The shapes of the operations depend only on the block's position: tokens of the block that are not part of this
+step are replaced by zeros.
 
 T packed tokens, H query heads, K kv heads, G query heads per kv head, E head size, N pages of the pool, P pages of a
 row, S page size, C positions that a block sees.

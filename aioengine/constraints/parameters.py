@@ -15,13 +15,14 @@ from aioengine.api import checks
 from aioengine.constraints.json_schema import MAX_CHARACTERS, OPTIONS, compile_schema
 from aioengine.constraints.python_regex import MAX_BYTES as MAX_REGEX_BYTES
 from aioengine.constraints.python_regex import escaped, translate
+from aioengine.constraints.structural_tag import MAX_BYTES as MAX_TAG_BYTES
 from aioengine.constraints.structural_tag import lark_of
 from aioengine.errors import UnsupportedSchemaError
 from aioengine.protocol.messages import Grammar
 
 MAX_EBNF_BYTES: Final = 65_536
 MAX_CHOICES: Final = 10_000
-MAX_CHOICE_BYTES: Final = 131_072
+MAX_CHOICE_CHARACTERS: Final = 131_072
 MAX_REASONING_BYTES: Final = 256
 MAX_WHITESPACE_BYTES: Final = 256
 MAX_CLASSES: Final = 1024
@@ -112,15 +113,15 @@ def choice(name: str, value: object) -> list[str]:
     choices = [checks.text(f"{name}[{i}]", entry, max_bytes=MAX_REGEX_BYTES) for i, entry in enumerate(entries)]
     if not choices or not all(choices):
         raise checks.wrong_value(name, "a list of strings that are not empty", value)
-    if sum(map(len, choices)) > MAX_CHOICE_BYTES:
+    if sum(map(len, choices)) > MAX_CHOICE_CHARACTERS:
         size = sum(map(len, choices))
-        raise ValueError(f"{name} has {size:,} characters together; at most {MAX_CHOICE_BYTES:,} are allowed")
+        raise ValueError(f"{name} has {size:,} characters together; at most {MAX_CHOICE_CHARACTERS:,} are allowed")
     return choices
 
 
 def structural_tag(name: str, value: object) -> str:
     """Return a structural tag as JSON text."""
-    return json_schema(name, value) if isinstance(value, Mapping) else text(name, value, MAX_CHOICE_BYTES)
+    return json_schema(name, value) if isinstance(value, Mapping) else text(name, value, MAX_TAG_BYTES)
 
 
 def whitespace(name: str, value: object) -> str:

@@ -2,8 +2,8 @@
 
 llguidance splits a text into lexemes. A lexeme continues as long as it matches, unless it is lazy. So the end of each
 part must be visible without the text after it. A literal ends with its last character, a JSON value with its last
-bracket. Free text and patterns end at the first occurrence of the literal after them. If anything else follows them,
-they are refused, because their text might never end.
+bracket. Free text and patterns end at the first occurrence of the literal or special token after them. If anything else
+follows them, they are refused, because their text might never end.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Allocation(Struct, eq=False):
 
 
 class PrefixCache:
-    """The pages of a request are matched, locked, inserted and unlocked, in this order.
+    """The pages of a request are matched, allocated, inserted and released, in this order.
 
     Attributes:
         enabled: False: pages are never shared. snapshots: of recurrent states; None for a model without states.

@@ -1,6 +1,7 @@
 """The media process: downloads, decodes and prepares the images of prompts.
 
-Image decoders are large and read untrusted data. If one crashes or hangs here, only the images in this process fail.
+Image decoders are large and read untrusted data. If one crashes here, only the images in this process fail. If one
+hangs, only its image does.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class CodesFormat(LinearFormat):
         return False
 
     def check_of(self, layer: LinearSpec, name: str) -> Callable[[Tensor], object] | None:
-        """Return ``Target.check`` of the tensor ``name``. The tensor must be small, because it is read once more."""
+        """Return ``Target.check`` of the tensor ``name`` [...], which must be small, because it is read once more."""
         return None
 
     def kept(self, tensors: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
 """From token ids to text: incremental decoding, the search for stops, and the pipeline of both for one request.
 
-Pure: the standard library and the ``regex`` package; no clock, no process, no tokenizer library.
+Pure: the standard library, msgspec and ``regex``; no clock, no process, no tokenizer library.
 """

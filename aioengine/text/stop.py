@@ -1,7 +1,8 @@
 """StopMatcher searches for stop strings and patterns in a growing text.
 
-The stop that ends first ends the text. If two stops end at the same character, the longer one does. Only the longest
-suffix of the text that could still become a stop is held back.
+The stop that ends first ends the text. Of several patterns, only the match that starts first counts. If two stops end
+at the same character, the longer one does. Only the longest suffix of the text that could still become a stop is held
+back.
 
 Patterns use the package ``regex``, which reports partial matches (the end of the text could be the start of a match)
 and has a timeout for searches.

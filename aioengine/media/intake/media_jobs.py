@@ -1,7 +1,7 @@
 """Starts the media process, gives it jobs, and replaces it if it dies or a job in it hangs.
 
 The supervisor does not do this, because the media process is not part of an incarnation: its loss costs only images.
-The jobs that it was doing fail. The jobs that wait are done by the next process.
+If it dies, the jobs that it was doing fail. If a job hangs, only this job fails. The next process does all others.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class ImageFamily(Struct, frozen=True, kw_only=True):
     """How prompts of a model contain images. Its fields are read from config.json.
 
     Attributes:
-        placeholder: the text of the placeholder token in prompts, for error messages.
+        placeholder: the text that a prompt has for each image, for error messages.
         processor: the default image processor of transformers.
         options: further arguments of its calls, by name.
     """

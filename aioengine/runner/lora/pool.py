@@ -23,7 +23,7 @@ _STAGING_BYTES = 8 << 20
 
 
 class AdapterPool:
-    """The adapter slots of a model, numbered from 1 to ``num_slots``, allocated at the start.
+    """The adapter slots of a model, numbered from 1 to ``num_slots``. On a GPU, they are allocated at the start.
 
     Attributes:
         num_bytes: memory of all slots on a GPU; 0 on a CPU, where each adapter has its own memory.
