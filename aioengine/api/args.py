@@ -1,6 +1,6 @@
 """The constructor's public arguments: their names, aliases, ranges, and their places in ``EngineConfig``.
 
-The names follow the reference engine. ``foreign_names`` has other names of them, arguments of missing features
+The names follow SGLang's engine. ``foreign_names`` has other names of them, arguments of missing features
 (accepted if the value switches the feature off), and arguments without an effect (accepted with one warning).
 """
 

@@ -82,10 +82,10 @@ class SamplingParams(
 ):
     """The parameters of a generation. The constructor checks every value, and raises ValueError or TypeError.
 
-    Values are kept as plain Python objects. Lists and dicts are copied, so that later changes have no effect. Token ids
-    may be arrays, and ``stop_token_ids`` a set. None means the default, except for ``max_new_tokens``. A model may set
-    other defaults (``sampling_defaults`` of the engine). ``msgspec`` encodes it without defaults, and decodes null to
-    the default.
+    Values are kept as plain Python objects. Lists and dicts are copied, so that later changes have no effect. Lists of
+    token ids may also be arrays, ``stop_token_ids`` and ``allowed_token_ids`` also sets. None means the default, except
+    for ``max_new_tokens``. A model may set other defaults (``sampling_defaults`` of the engine). ``msgspec`` encodes it
+    without defaults, and decodes null to the default.
     """
 
     max_new_tokens: int | None = parameter(

@@ -144,7 +144,7 @@ class CascadeFlashInferAttention(FlashInferAttention):
 def build(shape: AttentionShape, kv_pool: Tensor) -> FlashInferAttention:
     """Return the backend for this model. kv_pool: [L, 2, N, K, S, E].
 
-    Cascade attention needs a pool with the dtype of queries.
+    Cascade attention needs compiled kernels, no windows, and a pool with the dtype of queries.
     """
     has_cascade = kernels_ready.is_set() and shape.common_window is None and shape.dtype in {None, kv_pool.dtype}
     return (CascadeFlashInferAttention if has_cascade else FlashInferAttention)(shape, kv_pool)

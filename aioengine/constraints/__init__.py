@@ -1,1 +1,1 @@
-"""Checks output constraints and converts them to grammars."""
+"""Checks output constraints, converts them to grammars, and compiles and follows these."""

@@ -1,1 +1,1 @@
-"""Page ids and the prefix cache. Pure Python: the tensors are in the runner."""
+"""Pages, radix tree, prefix cache, snapshots and adapter slots. Pure Python: the tensors are in the runner."""

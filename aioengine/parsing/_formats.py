@@ -114,8 +114,9 @@ class OutputFormat:
         and contains the special tokens that the parser reads (``skip_special_tokens``). Use them also without tools.
 
         ``"auto"``: the model writes text or calls tools. ``"required"``: it only calls tools, at least one. A named
-        function is called once. With ``"none"`` or without tools there is no constraint. Arguments fit the schemas of
-        their tools. A schema that cannot be enforced is replaced by any object, unless the tool has ``"strict": True``.
+        function is called once. With ``"none"``, or with ``"auto"`` and no tools, there is no constraint. Arguments fit
+        the schemas of their tools. A schema that cannot be enforced is replaced by any object, unless the tool has
+        ``"strict": True``.
 
         Raises:
             ValueError: a tool or the choice is wrong, or this format has no tool calls and the choice needs them.

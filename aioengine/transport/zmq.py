@@ -3,7 +3,7 @@
 
 On one machine, only child processes listen, and other sockets connect to them, at any time. So a child also listens to
 send frames to the frontend: libzmq aborts a process that listens and has no free file descriptor, and the user's
-process may run out of them. A send does not wait, except for the receiver of a child that listens.
+process may run out of them. Only a child that listens waits in a send: for its receiver.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the images of prompts, has the media process prepare them, and keeps the results as files, by content.
 
-Everything here runs on the engine's loop and does not block: threads read, write and remove files. An image whose
-result is still kept costs only a hash of its bytes.
+Runs on the engine's loop. Threads read, write and remove files. An image whose result is still kept costs only a hash
+of its bytes.
 """
 
 from __future__ import annotations
