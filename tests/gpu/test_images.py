@@ -16,7 +16,7 @@ from aioengine.runner import weights
 from aioengine.runner.device_memory import image_memory
 from aioengine.runner.weight_reading import read_arrays
 from tests.compute.models.test_image_answers import Served, check_session, made
-from tests.compute.models.test_images import TEXTS, Saved, check, run, their_states, vector
+from tests.compute.models.test_images import TEXTS, Saved, check, reference_states, run, vector
 from tests.compute.runner_world import World, make_settings
 from tests.kit.vision_models import GREEDY, MODELS, Pictures, prompt_of, save_vision_model
 
@@ -94,7 +94,7 @@ def test_second_question_reuses_cached_pages(saved: Saved) -> None:
 def test_vectors_equal_transformers(saved: Saved) -> None:
     prompt = prompt_of(TEXTS[0], saved.pictures.draw(8, 12), TEXTS[1])
     world = gpu_world(saved, dtype="float32", graphs=0, chunk_tokens=64)
-    np.testing.assert_allclose(vector(world, prompt), their_states(saved, prompt)[-1].cpu().numpy(), atol=2e-3)
+    np.testing.assert_allclose(vector(world, prompt), reference_states(saved, prompt)[-1].cpu().numpy(), atol=2e-3)
     world.runner.close()
 
 

@@ -606,6 +606,7 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from aioengine import AsyncEngine
+from tests.kit.pictures import file_of
 from tests.processes.test_images import blueprint, intake, picture
 
 async def main():
