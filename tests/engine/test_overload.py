@@ -27,9 +27,10 @@ class TestRefusingLate:
     async def test_requests_that_would_miss_their_deadline_are_refused_immediately(self) -> None:
         async with busy_engine() as engine:
             await asyncio.gather(*(engine.async_generate("a", TWENTY) for _ in range(5)))
-            in_line = [engine.async_generate("a", TWENTY, priority=1) for _ in range(8)]
-            await until(lambda: engine.stats()["num_waiting"] > 5)
-            for options in ({"queue_timeout": 0.05}, {"first_token_timeout": 0.05}, {"timeout": 0.05}):
+            in_line = [engine.async_generate("a", TWENTY, priority=1) for _ in range(40)]
+            await until(lambda: engine.stats()["num_waiting"] > 30)
+            # A second is enough until the scheduler has the request, even on a busy machine.
+            for options in ({"queue_timeout": 1.0}, {"first_token_timeout": 1.0}, {"timeout": 1.0}):
                 with pytest.raises(EngineOverloadedError, match="would miss its deadline") as caught:
                     await engine.async_generate("b", TWENTY, refuse_late=True, **options)  # type: ignore[call-overload]
                 assert 0 < caught.value.retry_after < 10
