@@ -137,7 +137,7 @@ class Job:
         return row
 
     async def sync_if_due(self) -> None:
-        """Write the journal to the disk if the last time was a second ago."""
+        """Write the journal to the disk if this was last done at least a second ago."""
         if self._journal is not None and self._journal.is_sync_due:
             await asyncio.to_thread(self._journal.sync)
 

@@ -170,7 +170,7 @@ async def _items_of_pipe(lines: BinaryIO) -> AsyncIterator[bytes]:
 
 
 def _openai_rows(engine: AsyncEngine, model_names: Sequence[str] | None) -> OpenAIRows:
-    """Answer rows in OpenAI's form. Raises EngineError if the packages of the extra ``server`` are missing."""
+    """Import and create an ``OpenAIRows``. Raises EngineError if packages of the extra ``server`` are missing."""
     try:
         from aioengine.cli.openai_rows import OpenAIRows
     except ModuleNotFoundError as error:

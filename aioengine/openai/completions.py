@@ -40,7 +40,7 @@ async def completions(call: HttpCall) -> Response:
     add_constraint(sampling, body.response_format, body.structured_outputs)
     limit_length(sampling, DEFAULT_MAX_TOKENS)
     if body.echo and body.truncate_prompt_tokens is not None:
-        raise CallError("echo does not work with truncate_prompt_tokens: the prompt that is computed has another text")
+        raise CallError("echo does not work with truncate_prompt_tokens; leave out one of them")
     engine = call.model.engine
     name, adapter = await call.model.find(body.model)
     prompt: Any = body.prompt

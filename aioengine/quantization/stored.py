@@ -109,7 +109,7 @@ class StoredFormat(CodesFormat):
         return tensor.split([stored.shape(size, layer.in_features)[dim] for size in layer.sizes], dim)
 
     def check_of(self, layer: LinearSpec, name: str) -> Callable[[Tensor], object] | None:
-        """Check a ``g_idx`` [I of all ranks], and a text [bytes] that is read."""
+        """Check ``g_idx`` [I of all ranks], and texts [bytes] of scales that are stored as codes."""
         if name.endswith("g_idx"):
             return partial(self._check_groups, layer)
         return self._quant_state if name.endswith(TEXTS) and self.scheme.has_scale_codes else None

@@ -207,7 +207,7 @@ class ControlCalls:
         return [*waiting.values()]
 
     def _replace_weights(self, loaded: LoadedWeights) -> None:
-        """Note the weights of a control call, which may arrive twice, until it fails."""
+        """Set the weights that a control call loads. The call may be sent twice. If it fails, they are taken back."""
         if loaded.number != self.weights.number:
             self._earlier_weights, self.weights = self.weights, loaded
 

@@ -122,7 +122,7 @@ class CallRequest(Struct):
     hidden_states: PerPrompt[str] | None = None
     sessions: PerPrompt[SessionParams | None] | None = None
     logprobs: LogprobOptions | None = None
-    lists: Sequence[PerPrompt[Any]] = ()  # those of them that have one value for each prompt
+    lists: Sequence[PerPrompt[Any]] = ()  # the options of this group that have one value for each prompt
 
     @property
     def is_checked(self) -> bool:

@@ -237,6 +237,14 @@ def test_parts_of_quantized_layers_are_replaced(
     assert torch.equal(logits_of(world), expected)
 
 
+def test_packed_integers_are_returned_exactly(tmp_path: Path) -> None:
+    first, _, tensors = quantized_pair("gptq-order", tmp_path)
+    name = f"{LAYER}.qweight"
+    control = Control(1, WeightCall.GET, {"name": name, "num_rows": 2})
+    reply = World(make_settings(first)).runner.controls[WeightCall.GET](control)
+    assert json.loads(reply.data) == tensors[name][:2].tolist()
+
+
 def test_memory_is_released_only_if_the_engine_was_configured_for_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     reply = World(make_settings(tmp_path)).runner.controls[WeightCall.RELEASE_MEMORY](

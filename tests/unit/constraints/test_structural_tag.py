@@ -443,6 +443,11 @@ def test_invalid_structural_tag_is_refused_with_its_pointer(given: Format, match
         SamplingParams(structural_tag={"format": given})
 
 
+def test_text_of_a_tag_may_be_as_large_as_its_dict() -> None:
+    tag = json.dumps({"format": {"type": "const_string", "value": "yes"}})
+    assert SamplingParams(structural_tag=tag + " " * (200_000 - len(tag))).structural_tag
+
+
 def test_format_at_the_top_is_refused_with_its_place() -> None:
     with pytest.raises(ValueError, match=r"it has no \"format\": put it there, .*; it has 'tags', 'type'$"):
         SamplingParams(structural_tag={"type": "triggered_tags", "tags": [TEXT_TAG]})
