@@ -31,7 +31,7 @@ SHARED_ROWS = 256
 """Multiples of this number of query rows that share a chunk are full blocks, see ``attend_by_products``."""
 
 
-def serves(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether this backend can be used. The kernel supports neither soft caps nor smaller values than keys."""
     if shape.soft_cap is not None or shape.value_size is not None:
         return False

@@ -118,7 +118,7 @@ class _TritonStep(PagedStep):
         if self.num_programs == 1:
             tiles, fast, scale = self.tiles, prompt_kernels(), shape.scale
             has_prompts = self.num_long < len(tiles) < len(q)  # otherwise each tile is long or has one token
-            if has_prompts and fast is not None and fast.serves(q, pool, rules):
+            if has_prompts and fast is not None and fast.supports(q, pool, rules):
                 tiles, short = tiles[: self.num_long], tiles[self.num_long :]
                 fast.attend(q, pool, self.rows, short, scale=scale, out=out)
             if len(tiles):

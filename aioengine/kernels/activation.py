@@ -50,7 +50,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     On a CPU, torch calls oneDNN for the exact GELU of contiguous tensors in the dtypes of ``linear.packs``, which is
     batch-invariant. On a GPU, the exact GELU in 16 bits is our own kernel, with an error below 4e-7 before rounding.
     """
-    if x.dtype != torch.float32 and approximate == "none" and launcher.serves(x) and x.is_contiguous():
+    if x.dtype != torch.float32 and approximate == "none" and launcher.supports(x) and x.is_contiguous():
         from aioengine.kernels.triton import activation as kernels
 
         return kernels.gelu(x)
@@ -80,7 +80,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 def activate_and_mul(x: Tensor, activation: Activation) -> Tensor:
     """x [T, 2 F], gates first -> activation(gates) * ups [T, F]."""
-    if launcher.serves(x) and activation != "relu":
+    if launcher.supports(x) and activation != "relu":
         from aioengine.kernels.triton import activation as kernels
 
         return kernels.activate_and_mul(x, activation)

@@ -18,7 +18,7 @@ def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles,
 
     Returns y, or with ``is_gated`` silu(gate) * up [T, O / 2] of its two halves.
     """
-    if launcher.serves(x):
+    if launcher.supports(x):
         from aioengine.kernels.triton import adapter_linear
 
         is_one_part = len(weights.sizes) == 1  # the checkpoint fuses gate and up

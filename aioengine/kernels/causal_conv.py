@@ -31,7 +31,7 @@ def causal_conv(
     Returns:
         [T, C] in the dtype of x.
     """
-    if launcher.serves(x):
+    if launcher.supports(x):
         from aioengine.kernels.triton import causal_conv as kernels
 
         return kernels.causal_conv(x, weight, state, rows, bias=bias, activates=activates)

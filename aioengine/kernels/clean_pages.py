@@ -27,7 +27,7 @@ def clean_pages(pool: Tensor, token_ids: Tensor, rows: Tensor, page_ids: Tensor)
         rows: [X, 3] int32. Columns: index in ``token_ids``, start of the row's pages in ``page_ids``, number of pages.
         page_ids: [Y] int32.
     """
-    if launcher.serves(pool):
+    if launcher.supports(pool):
         from aioengine.kernels.triton.pages import clean
 
         clean(pool, token_ids, rows, page_ids)

@@ -47,7 +47,7 @@ def prepare(
     batch_invariant: on a GPU, the result for a row must not depend on the number of rows. is_shared: the codes stay in
     memory, so the matmul should not copy them.
     """
-    if launcher.serves(codes.packed):
+    if launcher.supports(codes.packed):
         matmul = _OnDevice(codes, bias, batch_invariant=batch_invariant)
         return PreparedMatmul(matmul, matmul.restore, matmul.update, matmul.gated)
     if codes.packed.dtype == FP8:
@@ -161,10 +161,10 @@ class _OnDevice:
         num_tiles = code_linear.num_tiles(num_outputs)
         self._num_done = torch.zeros(num_tiles, dtype=torch.int32, device=codes.packed.device)
         self._fp8_scales = _scales_of_fp8(self._codes)
-        self._max_rows, self._serves_vector = 0, False
-        self._serves_bytes = not batch_invariant and byte_linear.serves(self._codes)
-        if not batch_invariant and code_linear.serves(size, codes.group, codes.bits):
-            self._serves_vector = code_linear.serves_vector(self._codes)
+        self._max_rows, self._supports_vector = 0, False
+        self._supports_bytes = not batch_invariant and byte_linear.supports(self._codes)
+        if not batch_invariant and code_linear.supports(size, codes.group, codes.bits):
+            self._supports_vector = code_linear.supports_vector(self._codes)
             self._max_rows = code_linear.max_rows(self._codes)
 
     def restore(self) -> Codes:
@@ -183,7 +183,7 @@ class _OnDevice:
         x = self._ordered(x)
         if self._is_vector(x):
             return self._kernels.vector_matmul(x, codes, bias)
-        if self._serves_bytes and self._byte_kernels.is_fast(codes, x):
+        if self._supports_bytes and self._byte_kernels.is_fast(codes, x):
             return self._byte_kernels.matmul(x, codes, bias, self._num_done)
         if self._fp8_scales is not None and x.dtype == torch.bfloat16 and not self._batch_invariant:
             numbers, scales = self._byte_kernels.quantize_rows(x, codes.group)
@@ -204,13 +204,13 @@ class _OnDevice:
         """[T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]."""
         if self._is_vector(x) and (self._bias is None or self._codes.bits == 4):
             return self._kernels.vector_matmul(self._ordered(x), self._codes, self._bias, is_gated=True)
-        if self._serves_bytes and self._byte_kernels.is_fast(self._codes, x):
+        if self._supports_bytes and self._byte_kernels.is_fast(self._codes, x):
             return self._byte_kernels.matmul(self._ordered(x), self._codes, self._bias, self._num_done, is_gated=True)
         return activate_and_mul(self(x), "silu")
 
     def _is_vector(self, x: Tensor) -> bool:
         """Return whether x [T, I] has one row, and the kernel for one row supports it."""
-        return self._serves_vector and len(x) == 1 and x.dtype == torch.bfloat16
+        return self._supports_vector and len(x) == 1 and x.dtype == torch.bfloat16
 
     def _ordered(self, x: Tensor) -> Tensor:
         """Return x [T, I] in the order of the codes."""

@@ -53,7 +53,7 @@ def prepare(
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
     down = weights.down.packed if isinstance(weights.down, Codes) else weights.down
-    if launcher.serves(down):
+    if launcher.supports(down):
         return DeviceExperts(weights, batch_invariant=batch_invariant)
     return GroupedExperts(weights, dtype)
 

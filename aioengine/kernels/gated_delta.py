@@ -37,7 +37,7 @@ def gated_delta(
     Returns:
         [T, H, V] in the dtype of ``channels``.
     """
-    if launcher.serves(channels):
+    if launcher.supports(channels):
         from aioengine.kernels.triton import gated_delta as kernels
 
         return kernels.gated_delta(channels, gates, state, rows, in_blocks=in_blocks)

@@ -55,6 +55,6 @@ def prepare(matmul: Matmul, weight: Tensor, bias: Tensor | None) -> Matmul:
 
 def _can_fuse(weight: Tensor) -> bool:
     """Return whether the fused kernel takes weight [O, I]: 16-bit numbers, on a GPU with TMA (Hopper or newer)."""
-    if not launcher.serves(weight) or weight.dtype == torch.float32 or not launcher.has_dependent_launch():
+    if not launcher.supports(weight) or weight.dtype == torch.float32 or not launcher.has_dependent_launch():
         return False
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0

@@ -80,7 +80,7 @@ def rotate_heads(
         q [T, H, E], k and v [T, K, E].
     """
     kv_target = target if isinstance(target, KVTarget) else None
-    if launcher.serves(heads):
+    if launcher.supports(heads):
         from aioengine.kernels.triton.heads import rotate
 
         rotate(heads, num_heads, tables.pairs, norms, target=kv_target)
@@ -109,7 +109,7 @@ def write_heads(q: Tensor, k: Tensor, v: Tensor, target: KVTarget | WriteKV) -> 
         k, v = k.contiguous(), v.contiguous()
         target(k, v)
         return q.contiguous(), k, v
-    if not launcher.serves(q):
+    if not launcher.supports(q):
         return _written(q, k, v, target)
     from aioengine.kernels.triton.heads import write
 
@@ -137,7 +137,7 @@ def can_rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether ``rotate_qk`` has a kernel for q [1, H, T, E], k [1, K, T, E], cos and sin [1, T, E]."""
     shape = (1, q.shape[2], q.shape[3])
     are_alike = q.dtype == k.dtype == cos.dtype == sin.dtype and cos.shape == sin.shape == shape
-    return launcher.serves(q) and q.dim() == 4 and are_alike and k.shape == (1, k.shape[1], *shape[1:])
+    return launcher.supports(q) and q.dim() == 4 and are_alike and k.shape == (1, k.shape[1], *shape[1:])
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     Like transformers, it rounds each product, then their sum. On a GPU ``can_rotate_qk`` must be true, and the results
     have the memory layouts [T, H, E] and [T, K, E].
     """
-    if not launcher.serves(q):
+    if not launcher.supports(q):
         return _transformers_rope(q, cos[:, None], sin[:, None]), _transformers_rope(k, cos[:, None], sin[:, None])
     from aioengine.kernels.triton import heads
 

@@ -24,7 +24,7 @@ def rotated_queries(q: Tensor, latents: Tensor, *, norm: Norm, tables: RotaryTab
     Returns the queries [T, H, N + P], in ``target.heads`` if there is one, else in the memory of q.
     """
     out = q if target.heads is None else target.heads
-    if launcher.serves(q):
+    if launcher.supports(q):
         from aioengine.kernels.triton.latent_heads import rotate
 
         rotate(q, latents, out, norm=norm, rotation=tables.pairs, target=target)
@@ -48,7 +48,7 @@ def latent_heads(
         norm: weight [V] and epsilon [] fp32 of the norm of latent vectors.
         target: the keys are written there too; None: no such tensor.
     """
-    if launcher.serves(q):
+    if launcher.supports(q):
         from aioengine.kernels.triton.latent_heads import rotate
 
         rotate(q, latents, heads, norm=norm, rotation=tables.pairs, target=target)

@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     An fp32 weight is multiplied in fp32, and the result is rounded once. The sum of squares is computed as the squared
     length, because this takes fewer operations: with one token on a CPU, the call overhead dominates.
     """
-    if x.ndim == 2 and launcher.serves(x):
+    if x.ndim == 2 and launcher.supports(x):
         from aioengine.kernels.triton import norms as kernels
 
         return kernels.add_rms_norm(None, x, weight, epsilon)
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
     """Return the norm of delta + residual [T, D], and store the sum in the residual. weight [D], epsilon [] fp32."""
-    if not launcher.serves(residual):
+    if not launcher.supports(residual):
         return rms_norm(residual.add_(delta), weight, epsilon)
     from aioengine.kernels.triton import norms as kernels
 
@@ -46,7 +46,7 @@ def norm_and_add(delta: Tensor, residual: Tensor, post: Tensor, pre: Tensor | No
         pre: weight [D] of the norm before the next layer; None: the sum itself is returned.
         epsilon: [] fp32, of both norms.
     """
-    if not launcher.serves(residual):
+    if not launcher.supports(residual):
         residual.add_(rms_norm(delta, post, epsilon))
         return residual if pre is None else rms_norm(residual, pre, epsilon)
     from aioengine.kernels.triton import norms as kernels
@@ -58,7 +58,7 @@ def add_layer_norm(
     delta: Tensor, residual: Tensor, *, weight: Tensor, bias: Tensor | None, epsilon: float, keeps_sum: bool
 ) -> Tensor:
     """Return LayerNorm of delta + residual [T, D]. keeps_sum: store the sum in the residual."""
-    if not launcher.serves(residual):
+    if not launcher.supports(residual):
         total = residual.add_(delta) if keeps_sum else residual + delta
         return functional.layer_norm(total, weight.shape, weight, bias, epsilon)
     from aioengine.kernels.triton import norms as kernels
@@ -78,7 +78,7 @@ def gated_rms_norm(heads: Tensor, gates: Tensor, weight: Tensor, epsilon: Tensor
     Returns:
         [T, H * V] in the dtype of ``heads``.
     """
-    if launcher.serves(heads):
+    if launcher.supports(heads):
         from aioengine.kernels.triton import gated_delta as kernels
 
         return kernels.gated_rms_norm(heads, gates, weight, epsilon)

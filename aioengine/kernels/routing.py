@@ -23,7 +23,7 @@ def route(logits: Tensor, bias: Tensor | None, top_k: int, router: RouterConfig)
 
     top_k: K. bias: [E], added to the scores for the choice of experts but not for their weights; None: no bias.
     """
-    if launcher.serves(logits):
+    if launcher.supports(logits):
         from aioengine.kernels.triton.routing import route as route_on_device
 
         return route_on_device(logits, bias, top_k, router)

@@ -32,7 +32,7 @@ def state_space(
     Returns:
         [T, H, V] in the dtype of ``channels``. It depends neither on chunks nor on other rows, unless ``in_blocks``.
     """
-    if launcher.serves(channels):
+    if launcher.supports(channels):
         from aioengine.kernels.triton import state_space as kernels
 
         return kernels.state_space(channels, steps, weights, state, rows=rows, in_blocks=in_blocks)

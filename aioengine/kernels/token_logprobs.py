@@ -57,7 +57,7 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int, requested: Tensor |
     Returns:
         [N, W] int32; logprobs are fp32 numbers viewed as int32.
     """
-    if not launcher.serves(logits):
+    if not launcher.supports(logits):
         ids = torch.cat([token_ids[:, None], top_tokens(logits, num_top)], dim=-1) if num_top else token_ids[:, None]
         wanted = ids if requested is None else torch.cat([ids, requested], dim=-1)
         values = torch.log_softmax(logits, -1, dtype=torch.float32).gather(-1, wanted)

@@ -118,7 +118,7 @@ class RankGroup:
     def _inboxes_for(self, parts: Tensor) -> Inboxes | None:
         """Return the inboxes if they can add ``parts`` [...]; None: NCCL or gloo adds them."""
         inboxes = self._inboxes
-        return inboxes if inboxes is not None and inboxes.serves(parts) else None
+        return inboxes if inboxes is not None and inboxes.supports(parts) else None
 
     def add_rms_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, epsilon: Tensor) -> Tensor:
         """Add the sum of ``parts`` over the ranks to the residual in place, [T, D] each, and return the norm of the

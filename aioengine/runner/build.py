@@ -465,7 +465,7 @@ def choose_attention(
     name = settings.attention_backend
     if not shape.is_causal:
         return AttentionChoice("packed")
-    if name == "fused" and (kv_dtype not in {dtype, torch.int8} or not fused.serves(shape, dtype, device)):
+    if name == "fused" and (kv_dtype not in {dtype, torch.int8} or not fused.supports(shape, dtype, device)):
         return AttentionChoice("torch")
     if name != "flashinfer":
         return AttentionChoice(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aioengine.attention import _mixed
 from aioengine.attention._base import ForwardBatch, StepAttention, kv_pool_shape
-from aioengine.attention.fused import FusedAttention, serves
+from aioengine.attention.fused import FusedAttention, supports
 from aioengine.attention.torch import TorchAttention
 from aioengine.kernels.kv_target import KVTarget
 from aioengine.kernels.state_types import StateRows
@@ -86,7 +86,7 @@ class Stepper:
             torch.zeros(kv_pool_shape(shape.part(layers), num_pages=num_pages, page_size=page_size)).to(model.dtype)
             for layers in shape.groups
         ]
-        plugin = FusedAttention if serves(shape, model.dtype, torch.device("cpu")) else TorchAttention
+        plugin = FusedAttention if supports(shape, model.dtype, torch.device("cpu")) else TorchAttention
         self.attention = _mixed.build(plugin, shape, pools)
         generator = torch.Generator().manual_seed(0)
         self._states: StatePool | None = None

@@ -63,7 +63,7 @@ def prepare_for(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepare the tensors of a CPU for the kernels of a GPU."""
     if device != "cpu":
         pytest.importorskip("triton")
-    monkeypatch.setattr(launcher, "serves", lambda x: device != "cpu")
+    monkeypatch.setattr(launcher, "supports", lambda x: device != "cpu")
 
 
 def bytes_of(make: Callable[[Placement], Layer], format_of: LinearFormat, fill: Fill) -> int:

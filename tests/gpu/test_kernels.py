@@ -30,7 +30,7 @@ R = TypeVar("R")
 def in_torch(operation: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return the result of an operation on a GPU without Triton's kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "serves", lambda x: False)
+        patch.setattr(launcher, "supports", lambda x: False)
         return operation(*args, **kwargs)
 
 

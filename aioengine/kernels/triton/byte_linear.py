@@ -236,7 +236,7 @@ def shape_of_programs(num_outputs: int, size: int, group: int, rows: int) -> tup
     return BLOCK, splits, 5 if not is_large else 3 if has_few_rows else 4
 
 
-def serves(codes: DeviceCodes) -> bool:
+def supports(codes: DeviceCodes) -> bool:
     """Return whether ``matmul`` supports these codes."""
     has_blocks = codes.shape[1] % BLOCK == 0 and codes.group % BLOCK == 0
     return codes.bits == 8 and has_blocks and codes.offsets is None
@@ -260,7 +260,7 @@ def shape_for_few_rows(num_outputs: int, size: int, *, is_gated: bool) -> tuple[
 
 
 def matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, num_done: Tensor, *, is_gated: bool = False) -> Tensor:
-    """x [T, I], codes [O, I] that ``serves`` accepts, bias [O] -> [T, O].
+    """x [T, I], codes [O, I] that ``supports`` accepts, bias [O] -> [T, O].
 
     num_done: [code_linear.num_tiles] int32 zeros, which are zeros again after. is_gated: return silu(first half of the
     outputs) * (second half), [T, O / 2].

@@ -131,10 +131,10 @@ def _matmul_kernel(
         tl.store(out + rows * num_outputs + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
-def serves_vector(codes: DeviceCodes) -> bool:
-    """Return whether ``vector_matmul`` supports codes that ``serves`` accepts, with inputs in bf16."""
+def supports_vector(codes: DeviceCodes) -> bool:
+    """Return whether ``vector_matmul`` supports codes that ``supports`` accepts, with inputs in bf16."""
     if codes.bits == 4:
-        return codes.table is None and code_vector.serves(codes.shape[0], codes.group)
+        return codes.table is None and code_vector.supports(codes.shape[0], codes.group)
     return codes.numbers.dtype == FP8 and len(codes.scales) == 1
 
 
@@ -151,7 +151,7 @@ def vector_matmul(x: Tensor, codes: DeviceCodes, bias: Tensor | None, *, is_gate
     return skinny_linear.vector_matmul(x, codes.numbers, bias, codes.scales)
 
 
-def serves(size: int, group: int, bits: int) -> bool:
+def supports(size: int, group: int, bits: int) -> bool:
     """Return whether ``matmul`` supports weights with these inputs, inputs per scale, and bits."""
     min_group = 16 if bits == 8 else PIECES[0] // 4
     return size % PIECES[0] == 0 and (group % PIECES[0] == 0 or (group >= min_group and PIECES[0] % group == 0))

@@ -189,7 +189,7 @@ def _scaled_sums(
     return sums
 
 
-def serves(num_outputs: int, group: int) -> bool:
+def supports(num_outputs: int, group: int) -> bool:
     """Return whether ``matmul`` supports codes with these outputs and inputs per scale."""
     return num_outputs % OUTPUTS.value == 0 and group % PIECES[0] == 0
 

@@ -31,7 +31,7 @@ _requested: ContextVar[set[Hashable] | None] = ContextVar("_requested", default=
 """Specializations requested inside ``compile_only``. None outside of it: kernels are launched."""
 
 
-def serves(x: Tensor) -> bool:
+def supports(x: Tensor) -> bool:
     """Return whether Triton kernels run on the device of x [...]. ``runner.build`` checks that Triton is installed."""
     return x.is_cuda
 

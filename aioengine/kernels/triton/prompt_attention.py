@@ -230,7 +230,7 @@ def _prompt_kernel(
 _attend_prompts = KernelLauncher(_prompt_kernel)
 
 
-def serves(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
+def supports(q: Tensor, pool: Pool, rules: ScoreRules) -> bool:
     """Return whether ``attend`` supports queries [T, H, E], keys [N, K, S, E], values [N, K, S, V], and these rules."""
     keys, values = pool
     num_kv_heads, page_size, head_size = keys.shape[1:]

@@ -141,7 +141,7 @@ class Inboxes:
         self._turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.memory = SharedMemory(2 * (size - 1) * max_rows * num_columns * 2, device, filled=0xFF)
 
-    def serves(self, parts: Tensor) -> bool:
+    def supports(self, parts: Tensor) -> bool:
         """Return whether ``parts`` [...] can be added here."""
         has_columns = parts.dtype.itemsize == 2 and parts.shape[1:] == (self._num_columns,)
         return has_columns and len(parts) <= self._max_rows

@@ -139,14 +139,14 @@ def test_import_error_selects_the_fallback(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_torch_replaces_fused_if_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = msgspec.structs.replace(EXPLICIT, attention_backend="fused")
-    monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)
+    monkeypatch.setattr("aioengine.attention.fused.supports", lambda *_: True)
     assert choose(fused) == AttentionChoice("fused")
-    monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: False)
+    monkeypatch.setattr("aioengine.attention.fused.supports", lambda *_: False)
     assert choose(fused) == AttentionChoice("torch")
 
 
 def test_kv_dtype_that_differs_from_the_model_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioengine.attention.fused.serves", lambda *_: True)
+    monkeypatch.setattr("aioengine.attention.fused.supports", lambda *_: True)
     for name in ("fused", "torch"):
         settings = msgspec.structs.replace(EXPLICIT, attention_backend=name)
         assert choose_typed(settings, kv_dtype=torch.float32) == AttentionChoice("torch")

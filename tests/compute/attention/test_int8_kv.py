@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aioengine.attention import _image_attention, _mixed
 from aioengine.attention._base import AttentionShape, kv_pool_shape
-from aioengine.attention.fused import CHUNK, FusedAttention, serves
+from aioengine.attention.fused import CHUNK, FusedAttention, supports
 from aioengine.attention.torch import TorchAttention
 from tests.compute.attention import test_image_attention
 from tests.compute.models.test_independence import run_attention
@@ -47,7 +47,7 @@ def test_results_are_those_of_rounded_keys_and_values_in_any_chunks(
     torch.manual_seed(0)
     sinks = (torch.randn(6),) if has_sinks else ()
     shape = replace(SHAPE, windows=(window,), sinks=sinks, dtype=dtype)
-    if backend is FusedAttention and not serves(shape, dtype, torch.device("cpu")):
+    if backend is FusedAttention and not supports(shape, dtype, torch.device("cpu")):
         pytest.skip("torch's fused attention depends on the batch on this CPU")
     q, k, v = (torch.randn(LENGTH, heads, 64).to(dtype) for heads in (6, 2, 2))
     k[:, 1] *= 1000

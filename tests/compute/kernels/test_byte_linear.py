@@ -31,7 +31,7 @@ for dtype, low in ((byte_linear.FP8, byte_linear.FP8_LOW_FACTOR), (torch.int8, b
 
 
 def check_bytes(codes, num_rows, has_bias):
-    assert byte_linear.serves(device_codes(codes))
+    assert byte_linear.supports(device_codes(codes))
     x = torch.randn(num_rows, codes.shape[1]).bfloat16().float()
     bias = torch.randn(len(codes.packed)) if has_bias else None
     num_done = torch.zeros(num_tiles(codes.shape[0]), dtype=torch.int32)

@@ -9,7 +9,7 @@ import torch
 
 from aioengine.kernels.codes import Codes, pack_nibbles
 from aioengine.kernels.triton.code_linear import (
-    dequantize, matmul, num_tiles, serves, serves_vector, vector_matmul
+    dequantize, matmul, num_tiles, supports, supports_vector, vector_matmul
 )
 from aioengine.kernels.triton.device_codes import device_codes
 
@@ -17,7 +17,7 @@ from aioengine.kernels.triton.device_codes import device_codes
 def check(codes, num_rows):
     expected, on_device = codes.dequantized(torch.float32), device_codes(codes)
     torch.testing.assert_close(dequantize(on_device, torch.float32), expected)
-    assert serves(codes.shape[1], codes.group, codes.bits) == (codes.shape[1] % 128 == 0)
+    assert supports(codes.shape[1], codes.group, codes.bits) == (codes.shape[1] % 128 == 0)
     if codes.shape[1] % 128:
         return
     x, bias = torch.randn(num_rows, codes.shape[1]), torch.randn(codes.shape[0])
@@ -30,7 +30,7 @@ def check(codes, num_rows):
     result = matmul(half, on_device, None, num_done)
     error = (result.float() - half.float() @ expected.T).norm() / result.float().norm()
     assert error < 0.01, error
-    if serves_vector(on_device):
+    if supports_vector(on_device):
         x = x[:1].bfloat16()
         result, exact = vector_matmul(x, on_device, bias).float(), x.float() @ expected.T + bias
         assert (result - exact).norm() / result.norm() < 0.01
@@ -71,7 +71,7 @@ COMPILED = """
 import torch
 
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.triton.code_linear import dequantize, matmul, serves_vector, vector_matmul
+from aioengine.kernels.triton.code_linear import dequantize, matmul, supports_vector, vector_matmul
 from aioengine.kernels.triton.device_codes import device_codes
 
 for numbers, shape, bits, group, has_offsets in (
@@ -90,7 +90,7 @@ for numbers, shape, bits, group, has_offsets in (
             for x in (torch.zeros(16, 1024, dtype=torch.bfloat16), torch.zeros(3, 1024, dtype=torch.float16)):
                 matmul(x, on_device, None, torch.zeros(64, dtype=torch.int32))
                 dequantize(on_device, x.dtype)
-            if serves_vector(on_device):
+            if supports_vector(on_device):
                 for is_gated in (False, bits == 4):
                     vector_matmul(x[:1].bfloat16(), on_device, scales[:, 0].clone(), is_gated=is_gated)
 """

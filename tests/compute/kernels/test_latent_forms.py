@@ -101,7 +101,7 @@ tables = [[5, 2, 9, 1], [3, 8, 4], [7]]
 outputs = []
 for is_ours in (False, True):
     _decoder._has_forms = lambda placement: is_ours
-    latent_heads.launcher = SimpleNamespace(serves=lambda x: is_ours)
+    latent_heads.launcher = SimpleNamespace(supports=lambda x: is_ours)
     model, generator = models.build(config, options()), torch.Generator().manual_seed(0)
     for _, target in sorted(model.weights().items()):
         target.tensor.copy_(torch.randn(target.tensor.shape, generator=generator) * 0.2 + (target.tensor.ndim == 1))

@@ -120,7 +120,7 @@ def test_attention_of_a_token_does_not_depend_on_chunks_rows_or_pages(
     tokens = tuple(torch.randn(length, number, head_size).to(dtype) for number in heads)
     num_pages = -(-length // page_size)
     pool = torch.zeros(kv_pool_shape(shape, num_pages=2 * num_pages, page_size=page_size), dtype=dtype)
-    if backend_class is FusedAttention and not fused.serves(shape, dtype, pool.device):
+    if backend_class is FusedAttention and not fused.supports(shape, dtype, pool.device):
         with pytest.raises(ValueError, match=f"head size {head_size}"):
             backend_class(shape, pool)
         return
@@ -166,7 +166,7 @@ def test_attention_matches_the_definition(
         soft_cap=soft_cap,
         sinks=(torch.randn(6) * 3,) * 2 if has_sinks else (),
     )
-    if backend_class is FusedAttention and not fused.serves(shape, dtype, torch.device("cpu")):
+    if backend_class is FusedAttention and not fused.supports(shape, dtype, torch.device("cpu")):
         return  # without a soft cap, this depends on the CPU and on the number of threads
     assert backend_class is TorchAttention or soft_cap is None
     q, k, v = (torch.randn(length, number, 32).to(dtype) for number in (6, 2, 2))
@@ -205,7 +205,7 @@ def test_torch_attention_accepts_any_page_size(page_size: int) -> None:
 def test_fused_attention_is_refused_if_rows_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, scale=1.0)
     monkeypatch.setattr(_cpu_kernels, "find_limits", lambda *_, **__: None)
-    assert not fused.serves(shape, torch.float32, torch.device("cpu"))
+    assert not fused.supports(shape, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="not batch-invariant for head size 8"):
         FusedAttention(shape, torch.zeros(kv_pool_shape(shape, num_pages=2, page_size=16)))
 
