@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from aioengine.api.stream import Stream
 from aioengine.openai.bodies import GenerateBody
-from aioengine.openai.http_call import HttpCall, Info, Place, event, usage
+from aioengine.openai.http_call import HttpCall, Info, StreamPosition, event, usage
 from aioengine.openai.replies import DONE, CallError, Errors, EventStream, check_completed, json_response, openai_error
 
 Write = Callable[["Piece"], dict[str, Any] | None]
@@ -56,8 +56,8 @@ class Choices(NamedTuple):
     async def answer(self, call: HttpCall, body: GenerateBody) -> Response:
         """Make the call, and return its response."""
         if body.stream:
-            stream, place = await call.stream(partial(self.start, stream=True), self.prefix)
-            return EventStream(stream, self._events(stream, place, body), _failed)
+            stream, position = await call.stream(partial(self.start, stream=True), self.prefix)
+            return EventStream(stream, self._events(stream, position, body), _failed)
         generation = self.start()
         answers = await call.answers(generation)
         infos = [answer["meta_info"] for answer in answers]
@@ -74,21 +74,21 @@ class Choices(NamedTuple):
     def _usage(self, infos: Sequence[Info]) -> dict[str, object]:
         return usage(infos, cast("int", self.sampling.get("n") or 1))
 
-    async def _events(self, stream: Stream, place: Place, body: GenerateBody) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream, from ``place`` on."""
-        head = self._head(place.rid, self.chunk_kind)
+    async def _events(self, stream: Stream, position: StreamPosition, body: GenerateBody) -> AsyncGenerator[bytes]:
+        """Yield the events of a stream, from ``position`` on."""
+        head = self._head(position.rid, self.chunk_kind)
         rows: dict[int, Write] = {}
         infos: dict[int, Info] = {}
-        is_new = not place.num_characters and not place.num_tokens
+        is_new = not position.num_characters and not position.num_tokens
         async for chunk in stream:
             index, info = chunk.get("index", 0), chunk["meta_info"]
             is_first = index not in rows and not chunk["text_offset"] and is_new
             if index not in rows:
-                rows[index] = self.new_row(place.rid, index)
+                rows[index] = self.new_row(position.rid, index)
             if (reason := info["finish_reason"]) is not None:
                 check_completed(reason)
             infos[index] = info
-            seen, text, num_seen = place.split(chunk)
+            seen, text, num_seen = position.split(chunk)
             choice = rows[index](Piece(info, text, seen, num_seen, is_first))
             has_news = text or num_seen < len(chunk["output_ids"]) or reason is not None
             if choice is None or not has_news:
@@ -96,7 +96,7 @@ class Choices(NamedTuple):
             value = head | {"choices": [choice]}
             if body.stream_options.continuous_usage_stats:
                 value["usage"] = usage([info])
-            yield event(value, None if body.resume_ttl is None else place.after(chunk))
+            yield event(value, None if body.resume_ttl is None else position.after(chunk))
         if not infos or any(info["finish_reason"] is None for info in infos.values()):
             raise CallError("another request continues this stream, so it ends here", 409)
         if body.stream_options.include_usage:

@@ -1,4 +1,4 @@
-"""One HTTP request: its answers, its stream, and the place where a broken stream continues."""
+"""One HTTP request: its answers, its stream, and the position where a broken stream continues."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ class HttpCall(NamedTuple):
             check_completed(row["meta_info"]["finish_reason"])
         return rows
 
-    async def stream(self, open_stream: Callable[[], Stream], prefix: str) -> tuple[Stream, Place]:
+    async def stream(self, open_stream: Callable[[], Stream], prefix: str) -> tuple[Stream, StreamPosition]:
         """Return a new stream once it is accepted, or continue the one of the ``Last-Event-ID`` header.
 
-        The text until the returned place is known to the client. prefix: of the ids of the endpoint, because only the
-        endpoint that began a stream can continue it.
+        The text until the returned position is known to the client. prefix: of the ids of the endpoint, because only
+        the endpoint that began a stream can continue it.
 
         Raises:
-            CallError: the header is wrong, or its place is beyond the end of the stream.
+            CallError: the header is wrong, or its position is beyond the end of the stream.
         """
         last_event = self.request.headers.get("last-event-id")
         if last_event is None:
             stream = await open_stream()
-            return stream, Place(prefix, stream.rid)
-        place, attach = Place.read(last_event, prefix), self.model.engine.attach
+            return stream, StreamPosition(prefix, stream.rid)
+        position, attach = StreamPosition.read(last_event, prefix), self.model.engine.attach
         try:
-            await attach(place.rid, place.num_characters)  # a check; parsers need the text from the beginning
+            await attach(position.rid, position.num_characters)  # a check; parsers need the text from the beginning
         except ValueError as error:
             raise CallError(f"the stream of Last-Event-ID cannot be continued: {error}") from None
-        return await attach(place.rid), place
+        return await attach(position.rid), position
 
 
-class Place(NamedTuple):
-    """A place in the stream of a request: the numbers of characters and tokens before it. Its text is an event id."""
+class StreamPosition(NamedTuple):
+    """A position in the stream of a request: the numbers of characters and tokens before it. As text: an event id."""
 
     prefix: str
     rid: str
@@ -75,7 +75,7 @@ class Place(NamedTuple):
     num_tokens: int = 0
 
     @classmethod
-    def read(cls, text: str, prefix: str) -> Place:
+    def read(cls, text: str, prefix: str) -> StreamPosition:
         """Read the id of an event. Raises CallError.
 
         The number of tokens is not checked, because tokens without text cannot be told from it. If a client makes up a
@@ -92,24 +92,24 @@ class Place(NamedTuple):
         return f"{self.prefix}-{self.rid}:{self.num_characters}:{self.num_tokens}"
 
     def split(self, chunk: Chunk) -> tuple[str, str, int]:
-        """Return the text of a chunk before and after this place, and the number of its tokens before it."""
+        """Return the text of a chunk before and after this position, and the number of its tokens before it."""
         text = chunk["text"]
         if not self.num_characters and not self.num_tokens:  # the stream is new, as nearly always
             return "", text, 0
         start = min(max(self.num_characters - chunk["text_offset"], 0), len(text))
         return text[:start], text[start:], max(self.num_tokens - chunk["token_offset"], 0)
 
-    def after(self, chunk: Chunk) -> Place:
-        """Return the place at the end of a chunk."""
+    def after(self, chunk: Chunk) -> StreamPosition:
+        """Return the position at the end of a chunk."""
         num_characters = chunk["text_offset"] + len(chunk["text"])
-        return Place(self.prefix, self.rid, num_characters, chunk["token_offset"] + len(chunk["output_ids"]))
+        return StreamPosition(self.prefix, self.rid, num_characters, chunk["token_offset"] + len(chunk["output_ids"]))
 
 
-def event(value: object, place: Place | None = None, name: str = "") -> bytes:
-    """Return a server-sent event. ``place``: its id; ``name``: its type."""
+def event(value: object, position: StreamPosition | None = None, name: str = "") -> bytes:
+    """Return a server-sent event. ``position``: its id; ``name``: its type."""
     data = b"data: %b\n\n" % encode(value)
-    if place is not None:
-        data = b"id: %b\n%b" % (str(place).encode(), data)
+    if position is not None:
+        data = b"id: %b\n%b" % (str(position).encode(), data)
     return b"event: %b\n%b" % (name.encode(), data) if name else data
 
 

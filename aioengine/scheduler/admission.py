@@ -165,7 +165,7 @@ WEIGHT = 0.1  # weight of the newest interval in the moving average of intervals
 QUEUE_TIME_FACTOR = 0.5  # the forecast uses this part of the average interval
 
 
-class Pace:
+class TimeEstimates:
     """Estimates of step time and queue time. Unknown estimates are 0."""
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -208,7 +208,9 @@ class Pace:
         return num_tokens * self._step_s
 
 
-def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, num_missing: int) -> End | None:
+def refusal_of_late(
+    submit: Submit, estimates: TimeEstimates, now: float, *, num_ahead: int, num_missing: int
+) -> End | None:
     """Return the end of a request with ``refuse_late`` that will surely miss one of its deadlines, else None.
 
     num_ahead: requests to admit before it. num_missing: prompt tokens to compute before its first output.
@@ -216,9 +218,9 @@ def refusal_of_late(submit: Submit, pace: Pace, now: float, *, num_ahead: int, n
     limits = submit.limits
     if not limits.refuses_late or submit.continuation is not None:
         return None
-    admitted_s = pace.queue_s(num_ahead)
-    first_token_s = admitted_s + pace.prompt_s(num_missing)
-    ended_s = first_token_s + pace.output_s(_min_output(submit) - 1)
+    admitted_s = estimates.queue_s(num_ahead)
+    first_token_s = admitted_s + estimates.prompt_s(num_missing)
+    ended_s = first_token_s + estimates.output_s(_min_output(submit) - 1)
     needed = {"queue": admitted_s, "first_token": first_token_s, "total": ended_s}
     for which, deadline in limits.deadlines.items():
         needed_s = needed[which]

@@ -33,7 +33,7 @@ from aioengine.protocol.messages import (
     TextOpened,
     Totals,
 )
-from aioengine.scheduler.admission import Pace, refusal_of_late
+from aioengine.scheduler.admission import TimeEstimates, refusal_of_late
 from aioengine.scheduler.deadlines import Deadlines
 from aioengine.scheduler.policies._base import Policy
 from aioengine.scheduler.request import Gate, Request, State, refusal_of
@@ -116,7 +116,7 @@ class Requests:
         is_blocked: nothing can be computed until a gate opens, or a request is added or ends. Set by
             ``Scheduler.schedule``.
         closed: uids for ``StepPlan.closed``: the runner knows them, and they have ended or lost their pages.
-        events: not reported yet. cache: the pages. adapters: the adapter slots. pace: estimates of step and queue time.
+        events: not reported yet. cache: the pages. adapters: the adapter slots. estimates: of step and queue time.
         with_new_weights: uids of requests that had no token since the weights changed. Their next token reports it.
     """
 
@@ -134,7 +134,7 @@ class Requests:
         self.is_blocked = False
         self.closed: list[int] = []
         self.with_new_weights: set[int] = set()
-        self.pace = Pace(settings.chunk_tokens)
+        self.estimates = TimeEstimates(settings.chunk_tokens)
         self._tenants = Tenants(settings.tenant_weights)
         share = settings.max_running // max(1, num_adapter_slots)
         self.adapters = AdapterSlots(num_adapter_slots, quantum=share, turn=self._tenants.time_of)
@@ -296,7 +296,7 @@ class Requests:
         if request.submit.adapter is not None:
             waiter = Waiter(request.uid, request.submit.tenant, request.order)
             self.adapters.use(key_of(request.submit.adapter), waiter)
-        self.pace.note_admission(now, has_next=bool(self.waiting))
+        self.estimates.note_admission(now, has_next=bool(self.waiting))
         if not request.num_charged:
             request.num_charged = request.next_limit
             self._tenants.charge(request.submit.tenant, request.num_charged)
@@ -363,7 +363,9 @@ class Requests:
         num_ahead = sum(other.submit.tenant == request.submit.tenant for other in ahead) + 1 - num_free
         num_running = sum(other.num_missing for other in self.running)
         num_missing = request.num_prompt - self._num_cached(request) + num_running
-        return refusal_of_late(request.submit, self.pace, now, num_ahead=max(0, num_ahead), num_missing=num_missing)
+        return refusal_of_late(
+            request.submit, self.estimates, now, num_ahead=max(0, num_ahead), num_missing=num_missing
+        )
 
     def _num_cached(self, request: Request) -> int:
         return len(self.cache.match(request.ids_to_match, request.salt).path) * self.cache.page_size

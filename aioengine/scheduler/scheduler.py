@@ -96,7 +96,7 @@ class Scheduler:
         plan = flight.plan
         seconds = now - max(flight.planned_at, self._applied_at)
         num_prompt_tokens = flight.num_chunk_tokens - flight.num_draft_row_tokens
-        self.requests.pace.note_step(seconds, num_prompt_tokens)
+        self.requests.estimates.note_step(seconds, num_prompt_tokens)
         self._applied_at = now
         if self._draft_costs is not None and not num_prompt_tokens:
             self._draft_costs.note_step(

@@ -102,7 +102,7 @@ class Supervisor:
         self._events = events
         self.ledger = Ledger()
         self._window = RestartWindow(config.max_restarts, config.restart_window_s)
-        self._totals = RisingTotals()
+        self._totals = AccumulatedTotals()
         self._startup_timeout_s = config.startup_timeout_s
         self._incarnation = self._make()
         self._recovery: EngineTask | None = None
@@ -345,7 +345,7 @@ class RestartWindow:
             self._times.pop()
 
 
-class RisingTotals:
+class AccumulatedTotals:
     """Adds the totals of earlier schedulers to ``Stats``, because a new scheduler counts from 0."""
 
     def __init__(self) -> None:

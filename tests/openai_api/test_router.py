@@ -19,7 +19,7 @@ import aioengine
 from aioengine.openai import openai_router
 from aioengine.openai.bodies import GenerateBody
 from aioengine.openai.choices import Choices
-from aioengine.openai.http_call import Place
+from aioengine.openai.http_call import StreamPosition
 from aioengine.testing.fake_engine import fake_async_engine
 from aioengine.text import stop
 from tests.kit.fake_adapters import write_adapter
@@ -309,13 +309,17 @@ async def test_continued_stream_starts_with_new_text() -> None:
         return lambda piece: {"index": index, "text": piece.text}
 
     choices = Choices("cmpl", "text", "text", "fake", {}, partial, write)
-    stream_events = choices._events(cast("Any", stream()), Place("cmpl", "r", 5, 5), GenerateBody(resume_ttl=1.0))
+    stream_events = choices._events(
+        cast("Any", stream()), StreamPosition("cmpl", "r", 5, 5), GenerateBody(resume_ttl=1.0)
+    )
     sent = [event.decode() async for event in stream_events]
     assert [json.loads(event.partition("data: ")[2])["choices"][0]["text"] for event in sent[:-1]] == [" new", "."]
 
 
-@pytest.mark.parametrize(("place", "is_first"), [(Place("cmpl", "r"), True), (Place("cmpl", "r", 0, 1), False)])
-async def test_continued_stream_does_not_repeat_the_prompt(place: Place, is_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("position", "is_first"), [(StreamPosition("cmpl", "r"), True), (StreamPosition("cmpl", "r", 0, 1), False)]
+)
+async def test_continued_stream_does_not_repeat_the_prompt(position: StreamPosition, is_first: bool) -> None:
     """Also if the events before it had no text: their tokens may begin a stop string."""
 
     async def stream() -> AsyncIterator[dict[str, Any]]:
@@ -329,7 +333,7 @@ async def test_continued_stream_does_not_repeat_the_prompt(place: Place, is_firs
         return lambda piece: are_first.append(piece.is_first) or {"index": index}
 
     choices = Choices("cmpl", "text", "text", "fake", {}, partial, write)
-    async for _ in choices._events(cast("Any", stream()), place, GenerateBody(resume_ttl=1.0)):
+    async for _ in choices._events(cast("Any", stream()), position, GenerateBody(resume_ttl=1.0)):
         pass
     assert are_first == [is_first, False]
 

@@ -33,7 +33,7 @@ from aioengine.protocol.messages import (
 from aioengine.protocol.weight_messages import WeightCall
 from aioengine.settings.config import LoadedWeights
 from aioengine.supervision.ledger import CRASH_STAGE, CrashCause, Ledger
-from aioengine.supervision.supervisor import RestartWindow, RisingTotals
+from aioengine.supervision.supervisor import AccumulatedTotals, RestartWindow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -680,7 +680,7 @@ def test_limit_of_0_restarts_allows_none() -> None:
 
 
 def test_totals_do_not_fall_across_restarts() -> None:
-    totals = RisingTotals()
+    totals = AccumulatedTotals()
     stats = Stats(*range(1, 10), 1.0, 1.5, 1, 2, 64, 60, 5)
     assert totals.add(stats) == stats
     totals.restart()
