@@ -21,8 +21,8 @@ from aioengine.supervision.tasks import post
 Result = TypeVar("Result")
 
 ITEMS_AT_ONCE: Final = 256
-"""Items that are read in one iteration of the loop. Items with a row in the journal wait for nothing: without a limit,
-they would block the loop."""
+"""Items that are started in one iteration of the loop. Without a limit, a large window, or items with rows in the
+journal, would block the loop."""
 
 
 class RowFailure(TypedDict):
@@ -92,14 +92,16 @@ class Job:
             await asyncio.sleep(0)  # a dropped job closes its journal in an iteration of the loop
             self._journal = await asyncio.to_thread(self.open_journal)
 
-    def start(self, item: object) -> None:
-        """Start the next item, or take its row from the journal.
+    async def start(self, item: object) -> None:
+        """Start the next item, or take its row from the journal. Other tasks run after each ``ITEMS_AT_ONCE`` items.
 
         Raises:
             TypeError, ValueError: the item does not belong to the journal.
         """
         index = self.num_items
         self.num_items += 1
+        if self.num_items % ITEMS_AT_ONCE == 0:
+            await asyncio.sleep(0)
         if self._journal is not None:
             self._journal.record_item(index, as_json(item, f"item {index}"))
             if self._journal.is_done(index):
@@ -228,9 +230,7 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
             except (StopIteration, StopAsyncIteration):
                 self._is_exhausted = True
                 return
-            job.start(item)
-            if job.num_items % ITEMS_AT_ONCE == 0:
-                await asyncio.sleep(0)
+            await job.start(item)
 
     async def aclose(self) -> None:
         """Abort the items in flight. May be called after the end, and twice."""
@@ -305,7 +305,7 @@ class AnswerIterator(Iterator[JobRow]):
     async def _step(self, items: list[Item]) -> Row | None:
         """Start items, and wait for the next row. Returns None if there is none."""
         for item in items:
-            self._job.start(item)
+            await self._job.start(item)
         await self._job.sync_if_due()
         while (row := self._job.take()) is None and not self._job.is_idle:
             await self._job.wait()

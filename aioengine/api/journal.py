@@ -252,11 +252,11 @@ def _first_difference(known: bytes, header: bytes) -> str:
         return "its journal has none"
     after = msgspec.json.decode(header, type=dict[str, Any])
     for name in [*before, *after]:
-        if before.get(name) != after.get(name):
-            return f"{name} was {_shown(before.get(name))} and is {_shown(after.get(name))}"
-    return "their order"
+        was, now = (msgspec.json.encode(parameters.get(name)).decode() for parameters in (before, after))
+        if was != now:
+            return f"{name} was {_shown(was)} and is {_shown(now)}"
+    return "the form of their JSON text"
 
 
-def _shown(value: object) -> str:
-    text = msgspec.json.encode(value).decode()
+def _shown(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -126,18 +126,20 @@ class OutputFormat:
         for part in (self._reasoning, self._calls if tools or self._reads_always else None):
             if part and part.special_tokens:
                 params["skip_special_tokens"] = False
-        chosen, name = tools_of(tools or ()), _name_of(tool_choice)
-        if tool_choice == "none" or (tool_choice == "auto" and (not chosen or self._calls is None)):
+        available, name = tools_of(tools or ()), _name_of(tool_choice)
+        if tool_choice == "none" or (tool_choice == "auto" and (not available or self._calls is None)):
             return params
         if self._calls is None:
             raise ValueError(
                 f"tool_choice={checks.shown(tool_choice)} needs a tool parser, and the chat template of this model has "
                 "none; name one with tool_parser (--tool-parser of the server)"
             )
-        if name is not None:
-            chosen = [tool for tool in chosen if tool.name == name]
+        chosen = [tool for tool in available if name in {None, tool.name}]
         if not chosen:
-            raise ValueError(f"tool_choice={checks.shown(tool_choice)} names no tool of the request")
+            names = ", ".join(tool.name for tool in available) or "none"
+            raise ValueError(
+                f"tool_choice={checks.shown(tool_choice)} needs a tool of the request; the tools are: {names}"
+            )
         calls, is_required, is_parallel = self._calls, tool_choice != "auto", parallel_tool_calls and not name
 
         def answer_with(callable_tools: Sequence[Tool]) -> Format:

@@ -41,7 +41,10 @@ class DeepseekV3Calls(ToolCallFormat):
             yield from reader.end_tags(_END, _ALL_END)
 
     def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
-        """Return both forms, because the model knows which is its own. Its tokens are text, not special tokens."""
+        """Return both forms, because the model knows which is its own.
+
+        The published models do not mark the tokens of calls as special, so grammars read them as text.
+        """
         calls = [
             json_tag(f"<｜tool▁call▁begin｜>{begin}", tool.schema, f"{end}<｜tool▁call▁end｜>")
             for tool in tools

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioengine.api.jobs import AnswerIterator, AsyncAnswerIterator, Job, Row
+from aioengine.api.jobs import ITEMS_AT_ONCE, AnswerIterator, AsyncAnswerIterator, Job, Row
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.progress import RowBar
 from tests.kit.waiting import until
@@ -128,6 +128,24 @@ async def test_the_journal_of_a_slow_reader_is_written_at_each_row() -> None:
     await anext(job)
     assert journal.num_syncs == num_syncs + 1
     await job.aclose()
+
+
+async def test_other_tasks_run_while_a_large_window_is_filled() -> None:
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count_turns())
+    job = Answers().job(4 * ITEMS_AT_ONCE)
+    for number in range(4 * ITEMS_AT_ONCE):
+        await job.start(number)
+    counting.cancel()
+    job.leave()
+    assert num_turns == 4
 
 
 async def test_rows_do_not_wait_for_the_next_item() -> None:

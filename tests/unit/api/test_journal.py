@@ -100,6 +100,12 @@ def test_other_parameters_are_refused_and_named(path: Path) -> None:
     Journal(path, PARAMETERS).close()
 
 
+def test_parameters_are_compared_as_json(path: Path) -> None:
+    Journal(path, {"temperature": 1}).close()
+    with pytest.raises(ValueError, match=r"temperature was 1 and is 1\.0"):
+        Journal(path, {"temperature": 1.0})
+
+
 def test_another_item_is_refused_even_if_it_has_no_row_yet(path: Path) -> None:
     write(path, 1, num_items=3)
     journal = Journal(path, PARAMETERS)

@@ -216,9 +216,9 @@ def test_wrong_choices_and_tools_are_refused() -> None:
     form = output_format(tool_parser="hermes", reasoning_parser=None)
     with pytest.raises(ValueError, match="tool_choice must be 'auto', 'none', 'required' or .*, got 'any'"):
         form.sampling_params(TOOLS, tool_choice="any")
-    with pytest.raises(ValueError, match="tool_choice=.*get_rain.* names no tool of the request"):
+    with pytest.raises(ValueError, match="tool_choice=.*get_rain.* needs a tool of the request; the tools are: "):
         form.sampling_params(TOOLS, tool_choice={"type": "function", "function": {"name": "get_rain"}})
-    with pytest.raises(ValueError, match="'required' names no tool of the request"):
+    with pytest.raises(ValueError, match="'required' needs a tool of the request; the tools are: none"):
         form.sampling_params([], tool_choice="required")
     with pytest.raises(ValueError, match=r"tools\[1\] must have a function with a name"):
         form.sampling_params([TIME, {"type": "function", "function": {}}])
