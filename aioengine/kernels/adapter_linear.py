@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.kernels.triton import launcher
 
 

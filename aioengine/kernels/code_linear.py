@@ -28,6 +28,7 @@ from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import FP8, MIDDLE, Codes, copy_in_place, pack_nibbles
 from aioengine.kernels.linear import PreparedMatmul
+from aioengine.kernels.row_counts import in_pieces
 from aioengine.kernels.triton import launcher
 from aioengine.model_files.online_quantization import CPU_OUTPUTS, GROUP_SIZES
 from aioengine.model_files.quantization import FP8_BLOCK
@@ -134,7 +135,7 @@ def _prepare_dequantizing(codes: Codes, bias: Tensor | None, dtype: torch.dtype)
     def block_outputs(x: Tensor, block: Codes, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
         """[T, I] -> [T, outputs of the block]."""
         weight = block.dequantized(dtype)
-        return linear.in_pieces(lambda x: functional.linear(x, weight, bias), counts)(x)
+        return in_pieces(lambda x: functional.linear(x, weight, bias), counts)(x)
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aioengine.kernels import linear
 from aioengine.kernels.activation import activate_and_mul
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.kernels.triton import launcher
 
 

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from aioengine.kernels import linear
 from aioengine.kernels.codes import MAX_INT8, Codes, copy_in_place
-from aioengine.kernels.linear import Matmul, PreparedMatmul
+from aioengine.kernels.linear import PreparedMatmul
+from aioengine.kernels.row_counts import Matmul, in_pieces
 
 PART_BITS: Final = 8
 PART: Final = 1 << PART_BITS
@@ -110,7 +111,7 @@ def prepare(
 
     if is_on_cpu and multiplies_exactly():
         counts = _row_counts(len(scales), activation_bits // PART_BITS)
-        return PreparedMatmul(linear.in_pieces(matmul, counts), restore)
+        return PreparedMatmul(in_pieces(matmul, counts), restore)
     return PreparedMatmul(matmul, restore, None if is_on_cpu else update)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from aioengine.kernels import adapter_linear, linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.adapter_types import AdapterTiles, AdapterWeights
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 
 
 @dataclass(frozen=True, slots=True)

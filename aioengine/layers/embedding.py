@@ -13,7 +13,8 @@ from torch import Tensor
 
 from aioengine.kernels import code_linear, linear
 from aioengine.kernels.codes import Codes, copy_in_place
-from aioengine.kernels.linear import Matmul, PreparedMatmul
+from aioengine.kernels.linear import PreparedMatmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.layers.layer import WHOLE, Layer, Placement, Slice, Target, Units, rank_ranges
 from aioengine.layers.linear import unplaced_targets
 from aioengine.quantization._base import CodesFormat, LinearSpec, Tensors

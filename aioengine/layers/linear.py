@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from aioengine.families._block_config import LinearShape
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.layers.adapters import Grouping, LayerAdapters
 from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, errors_of, rank_ranges
 from aioengine.model_files.quantization import Axis, Ranges

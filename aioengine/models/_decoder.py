@@ -17,7 +17,7 @@ from aioengine.attention._base import AttentionShape, StepAttention
 from aioengine.families._config import DecoderConfig, Task
 from aioengine.families._rope_config import RopeConfig
 from aioengine.families._tensors import block_linears, block_tensors
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.layers.adapters import Grouping
 from aioengine.layers.attention import SelfAttention
 from aioengine.layers.embedding import EmbeddingTable, token_embeddings

@@ -12,7 +12,7 @@ from torch import Tensor
 from aioengine.kernels import code_linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.model_files.quantization import Axis, PackedTensor, Ranges
 
 Tensors = dict[str, Tensor]

@@ -34,7 +34,8 @@ from aioengine.kernels.adapter_types import (
     AdapterTiles,
     AdapterWeights,
 )
-from aioengine.kernels.linear import DeviceMatmul, Matmul
+from aioengine.kernels.linear import DeviceMatmul
+from aioengine.kernels.row_counts import Matmul
 from aioengine.kernels.triton.activation import silu_of
 from aioengine.kernels.triton.dependent import start_next, start_next_and_wait, wait
 from aioengine.kernels.triton.launcher import alignments, kernel, next_power_of_2, options

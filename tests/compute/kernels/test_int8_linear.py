@@ -12,7 +12,7 @@ import torch
 
 from aioengine.kernels import int8_linear, linear
 from aioengine.kernels.codes import Codes
-from aioengine.kernels.linear import Matmul
+from aioengine.kernels.row_counts import Matmul
 
 
 def check_products(num_inputs: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from aioengine.kernels import code_linear, linear
+from aioengine.kernels import code_linear, linear, row_counts
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.codes import FP8, Codes
 
@@ -125,7 +125,7 @@ def test_rows_are_padded_or_split_to_usable_row_counts() -> None:
         seen.append(x.shape[0])
         return x * 2
 
-    in_pieces = linear.in_pieces(matmul, (4, 8, 32, 96))
+    in_pieces = row_counts.in_pieces(matmul, (4, 8, 32, 96))
     for num_rows, expected in {
         1: [4], 5: [8], 8: [8], 9: [32], 33: [32, 4], 60: [32, 32], 70: [96], 96: [96], 97: [96, 4],
         250: [96, 96, 32, 32],
@@ -136,10 +136,10 @@ def test_rows_are_padded_or_split_to_usable_row_counts() -> None:
         assert seen == expected, num_rows
 
 
-def differing_in(num_rows: Collection[int]) -> Callable[..., linear.Matmul]:
+def differing_in(num_rows: Collection[int]) -> Callable[..., row_counts.Matmul]:
     """Return a ``prepare`` whose matmuls add two halves separately for these row counts."""
 
-    def prepare(weight: torch.Tensor, _: torch.Tensor | None) -> linear.Matmul:
+    def prepare(weight: torch.Tensor, _: torch.Tensor | None) -> row_counts.Matmul:
         def matmul(x: torch.Tensor) -> torch.Tensor:
             halves = (slice(0, 50), slice(50, 100)) if x.shape[0] in num_rows else (slice(0, 100),)
             terms = x[:, :, None].float() * weight.T.float()
@@ -205,7 +205,7 @@ def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.Monkey
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: False)
     in_bf16, in_fp32 = differing_in(range(9, 600)), differing_in({1})
 
-    def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Matmul:
+    def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> row_counts.Matmul:
         return (in_bf16 if weight.dtype == torch.bfloat16 else in_fp32)(weight, bias)
 
     monkeypatch.setattr(linear, "_packed", packed)
@@ -220,7 +220,7 @@ def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.Monkey
 
 
 def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(weight: torch.Tensor, *_: object) -> linear.Matmul:
+    def prepare(weight: torch.Tensor, *_: object) -> row_counts.Matmul:
         def matmul(x: torch.Tensor) -> torch.Tensor:
             """Return results that depend on the position of a row."""
             return x @ weight.T + torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1) / 8
@@ -233,7 +233,7 @@ def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pyte
     rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)
     assert not rows
     weight, x = torch.eye(4), torch.randn(5, 4)
-    assert torch.equal(linear.in_pieces(prepare(weight), tuple(rows) or (1,))(x), x)
+    assert torch.equal(row_counts.in_pieces(prepare(weight), tuple(rows) or (1,))(x), x)
 
 
 def test_rows_beyond_the_tried_counts_are_split() -> None:
@@ -243,7 +243,7 @@ def test_rows_beyond_the_tried_counts_are_split() -> None:
         seen.append(x.shape[0])
         return x * 2
 
-    in_rows = linear.in_pieces(matmul, tuple(range(3, 65)))
+    in_rows = row_counts.in_pieces(matmul, tuple(range(3, 65)))
     for num_rows, expected in {1: [3], 3: [3], 64: [64], 65: [64, 3], 140: [64, 64, 12]}.items():
         seen.clear()
         x = torch.arange(num_rows, dtype=torch.float32).unsqueeze(1)
