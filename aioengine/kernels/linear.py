@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aioengine.kernels import half_linear
+from aioengine.kernels.half_linear import HalfWeight
 from aioengine.kernels.row_counts import COMMON_ROWS, MAX_PLAIN_ROWS, MAX_TRIED_ELEMENTS, Matmul, Trial, in_pieces
 
 _Weight = TypeVar("_Weight")
@@ -49,29 +51,37 @@ def transposes(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_matrix_unit()
 
 
-def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor:
-    """Return the weight [O, I] in oneDNN's layout if ``prepare`` would use it unchanged, else the weight itself."""
+def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor | HalfWeight:
+    """Return the weight [O, I] in the layout of the library that ``prepare`` uses, or the weight itself."""
     if weight.is_mkldnn or not packs(weight.dtype, weight.device) or transposes(weight.dtype):
         return weight
+    half = half_linear.pack(weight)
+    if half is not None:
+        return half
     out_features, in_features = weight.shape
     packing = choose_packing(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
     return _pack(weight) if packing.dtype == weight.dtype else weight
 
 
-def unpack(weight: Tensor) -> Tensor:
+def unpack(weight: Tensor | HalfWeight) -> Tensor:
     """Undo ``pack``: return an equal plain tensor [O, I] if the weight is packed, else the weight itself."""
+    if isinstance(weight, HalfWeight):
+        return weight.restore()
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def prepare(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
+def prepare(weight: Tensor | HalfWeight, bias: Tensor | None, *, batch_invariant: bool = False) -> Matmul:
     """Return the fastest callable [T, I] -> [T, O] for weight [O, I] and bias [O].
 
     Args:
         weight: the result of ``pack``, or a plain tensor. A plain tensor may be copied; the caller can then free it.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
-    if weight.device.type != "cpu":
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
         return _on_device(weight, bias, batch_invariant=batch_invariant)
+    weight = weight if isinstance(weight, HalfWeight) else pack(weight, has_bias=bias is not None)
+    if isinstance(weight, HalfWeight):
+        return half_linear.prepare(weight, bias)
     out_features, in_features = weight.shape
     num_threads = torch.get_num_threads()
     if not packs(weight.dtype, weight.device):

@@ -28,7 +28,7 @@ class PlainFormat(LinearFormat):
         bias = tensors.get("bias")
         weight = linear.pack(tensors["weight"], has_bias=bias is not None)
         matmul = linear.prepare(weight, bias, batch_invariant=layer.batch_invariant)
-        gated = gated_linear.prepare(matmul, weight, bias) if layer.is_gated else None
+        gated = gated_linear.prepare(matmul, tensors["weight"], bias) if layer.is_gated else None
         others = {} if bias is None else {"bias": bias}
         update = None if linear.packs(layer.dtype, layer.device) else _keep
         return PreparedLinear(matmul, lambda: {"weight": linear.unpack(weight), **others}, update, gated)
