@@ -1,9 +1,9 @@
 """Matmul with weights of 4 or 8 bits per number (``Codes``): x [T, I] -> [T, O].
 
 On a CPU, torch's kernel multiplies 4-bit codes in groups of 32, 64, 128 or 256 inputs with x in bf16: its fp32 variant
-takes 16 to 100 times as long. Int8 numbers with a scale per output are multiplied as integers, or by torch's kernel if
-the CPU has no instructions for that. Both give a row the same bits for every T. Fp8 weights are converted to the dtype
-of x once, and other weights in each call, ``BLOCK_OUTPUTS`` outputs at a time.
+takes 16 to 100 times as long. Int8 numbers with a scale per output are multiplied as integers. Both give a row the same
+bits for every T. Fp8 weights are converted to the dtype of x once, and other weights in each call, ``BLOCK_OUTPUTS``
+outputs at a time.
 
 On a GPU, by weights and number of rows:
 
@@ -53,11 +53,9 @@ def prepare(
         return PreparedMatmul(matmul, matmul.restore, matmul.update, matmul.gated)
     if codes.packed.dtype == FP8:
         return _prepare_fp8(codes, bias, dtype)
-    if codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None and codes.order is None:
-        if int8_linear.multiplies_exactly():
-            return int8_linear.prepare(codes, bias, activation_bits=16, is_shared=is_shared)
-        if dtype == torch.bfloat16 and codes.shape[1] % 16 == 0:  # torch's kernel reads beyond the end of other rows
-            return _prepare_int8(codes, bias)
+    is_int8 = codes.bits == 8 and codes.scales.shape[1] == 1 and codes.offsets is None and codes.order is None
+    if is_int8 and int8_linear.part_bits():
+        return int8_linear.prepare(codes, bias, activation_bits=16, is_shared=is_shared)
     size = next((size for size in GROUP_SIZES if codes.group % size == 0), None)
     if codes.bits == 4 and size is not None and codes.shape[0] % CPU_OUTPUTS == 0 and codes.table is None:
         return _prepare_int4(codes, bias, size)
@@ -74,21 +72,6 @@ def _prepare_fp8(codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Prepa
         return Codes(numbers.nan_to_num_(0.0).to(FP8), sizes.scales)  # a scale of 0 makes all numbers 0
 
     return PreparedMatmul(linear.prepare(weight, bias), restore)
-
-
-def _prepare_int8(codes: Codes, bias: Tensor | None) -> PreparedMatmul[Codes]:
-    """Use torch's kernel for int8 with a scale per output and x in bf16, on a CPU. bias: [O].
-
-    A row has the same bits for any number of rows.
-    """
-    factors = codes.scales[:, 0].bfloat16()
-
-    def matmul(x: Tensor) -> Tensor:
-        """[T, I] -> [T, O]."""
-        result = torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes.packed, factors)
-        return result if bias is None else result.add_(bias)
-
-    return PreparedMatmul(matmul, lambda: codes)
 
 
 def _prepare_int4(codes: Codes, bias: Tensor | None, size: int) -> PreparedMatmul[Codes]:

@@ -76,6 +76,12 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), "pack-weights")
 
 
+def finish_packing() -> None:
+    """Wait until all weights are packed, so that their memory in fp32 is free. End the threads."""
+    _threads().shutdown()
+    _threads.cache_clear()
+
+
 def _largest(weight: Tensor) -> Tensor:
     """Return the largest absolute value [] of a weight [O, I]."""
     low, high = torch.aminmax(weight)

@@ -1,12 +1,11 @@
 """Matmul of int8 weights with activations that are quantized per token: x [T, I] -> [T, O].
 
-Activations have 8 bits, or 16 bits on a CPU: x = scale (256 high + low) with int8 numbers ``high`` and ``low``, which
-are multiplied as 2 T rows. With 16 bits, a result differs from the product in fp32 by about 0.00003 of its size, or
-1/50 of the difference that rounding to bf16 makes.
+Activations become integers of 8 bits, or of 14 or 16 bits on a CPU. Integers that one int8 number cannot hold, or not
+exactly multiply, are split: x = scale (2 ** bits high + low), and the parts are multiplied as 2 T rows. With 14 bits, a
+result differs from the product in fp32 by about 0.0001 of its size, with 16 bits by about 0.00003.
 
-A row has the same bits for every T. On a CPU with VNNI or AMX, oneDNN multiplies integers and adds them exactly. On
-other CPUs its sums of two products may overflow 16 bits, so there we multiply the integers in fp32. Sums of up to
-``EXACT_TERMS`` products are exact, and they are added in a fixed order.
+A row has the same bits for every T. On a CPU, oneDNN adds the products of integers exactly: with VNNI or AMX those of 8
+bits. On other CPUs its sums of two products have 16 bits. These hold products of activations of 7 bits (``part_bits``).
 """
 
 from __future__ import annotations
@@ -23,19 +22,10 @@ from aioengine.kernels.codes import MAX_INT8, Codes, copy_in_place
 from aioengine.kernels.linear import PreparedMatmul
 from aioengine.kernels.row_counts import Matmul, in_pieces
 
-PART_BITS: Final = 8
-PART: Final = 1 << PART_BITS
-"""The high part of a 16-bit integer counts this many times."""
-MAX_INT16: Final = MAX_INT8 * PART
-"""The high part of this number is the largest int8."""
 MIN_LARGEST: Final = 1e-10
 """Avoids a division by 0 if a token has only zeros."""
 MIN_ROWS_ON_GPU: Final = 17
 """cuBLAS multiplies int8 only with more than 16 rows."""
-EXACT_TERMS: Final = 1024
-"""The sum of this many products of int8 numbers is exact in fp32."""
-WIDE_OUTPUTS: Final = 256
-"""Outputs whose weights are converted to fp32 at a time. They fit the cache."""
 ROW_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128)
 """Row counts of oneDNN, which compiles code for each. The sums of more rows do not fit the cache."""
 ALWAYS_USED_ROWS: Final = 16
@@ -46,10 +36,6 @@ MAX_SUMS: Final = 4 << 20
 """Maximum size of a result with more rows than ``ALWAYS_USED_ROWS``. It saves memory in heads."""
 SLOW_SUMS: Final = 256
 """With AMX, oneDNN takes up to 2,000 times as long for a result of up to this size, and for some single rows."""
-ZERO: Final = 128
-"""Without a matrix unit, oneDNN is fast only with unsigned activations: the numbers plus this one. With AMX it is fast
-with signed ones, and it would round the large sums of unsigned ones.
-"""
 
 
 def _rounded(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
@@ -65,12 +51,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8), scales
 
 
-def quantize_to_16_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, I] per token -> high parts, then low parts [2 T, I] int8, and scales [T, 1] fp32."""
-    rounded, scales = _rounded(x, MAX_INT16)
+def quantize_in_parts(x: Tensor, largest: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantize x [T, I] per token -> high parts, then low parts of ``bits`` bits [2 T, I] int8, and scales [T, 1] fp32.
+
+    largest: the largest integer.
+    """
+    rounded, scales = _rounded(x, largest)
     numbers = rounded.to(torch.int16)
-    high = (numbers + PART // 2).bitwise_right_shift_(PART_BITS)
-    return torch.cat((high.to(torch.int8), numbers.to(torch.int8))), scales  # the conversion keeps the low 8 bits
+    high = (numbers + (1 << bits - 1)).bitwise_right_shift_(bits)
+    low = numbers if bits == 8 else numbers - (high << bits)  # the conversion to int8 keeps the low 8 bits
+    return torch.cat((high.to(torch.int8), low.to(torch.int8))), scales
 
 
 def prepare(
@@ -78,19 +68,21 @@ def prepare(
 ) -> PreparedMatmul[Codes]:
     """Prepare the matmul with int8 codes [O, I], which have a scale per output, and bias [O].
 
-    activation_bits: 16 on a CPU where ``multiplies_exactly``. is_shared: the codes stay in memory, so they are not
-    copied to oneDNN's layout. Matmuls of two rows then take 1.7 times as long, and matmuls of 64 rows 1.2 times.
+    activation_bits: 16, or 14 where parts have 7 bits, on a CPU. is_shared: the codes stay in memory. If parts have 8
+    bits, they are not copied to oneDNN's layout. Matmuls of two rows then take 1.7 times as long, and matmuls of 64
+    rows 1.2 times.
     """
     weight, scales, is_on_cpu = codes.packed, codes.scales, codes.packed.device.type == "cpu"
-    if is_on_cpu and not multiplies_exactly():
-        multiply, restore = _widened(weight, scales.t()), lambda: codes
-    elif is_on_cpu and not is_shared:
+    bits = part_bits() if is_on_cpu else 8
+    num_parts = 1 if bits == activation_bits else 2
+    if is_on_cpu and not (is_shared and bits == 8):
         packed, rest = torch.ops.onednn.qlinear_prepack(weight, None), codes._replace(packed=weight.new_empty(0))
-        multiply_packed = _packed(packed, scales[:, 0].contiguous())
+        multiply_packed = _packed(packed, scales[:, 0].contiguous(), bits)
         multiply, restore = multiply_packed, lambda: rest._replace(packed=packed.to_dense().t().contiguous())
     else:
         multiply, restore = _unpacked(weight, scales.t()), lambda: codes
     wide_bias = None if bias is None else bias.float()
+    largest = MAX_INT8 if activation_bits == 8 else (1 << bits - 1) - 1 << bits  # its high part is the largest one
 
     def update(new: Codes, bias: Tensor | None) -> None:
         """Replace codes [O, I] and bias [O]."""
@@ -98,21 +90,20 @@ def prepare(
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        if activation_bits == 8:
+        if num_parts == 1:
             integers, row_scales = quantize(x)
             sums = multiply(integers)
         else:
-            integers, row_scales = quantize_to_16_bits(x)
+            integers, row_scales = quantize_in_parts(x, largest, bits)
             high, sums = multiply(integers).chunk(2)
-            sums.add_(high, alpha=PART)
+            sums.add_(high, alpha=1 << bits)
         if wide_bias is None:
             return sums.mul_(row_scales).to(x.dtype)
         return torch.addcmul(wide_bias, sums, row_scales).to(x.dtype)
 
-    if is_on_cpu and multiplies_exactly():
-        counts = _row_counts(len(scales), activation_bits // PART_BITS)
-        return PreparedMatmul(in_pieces(matmul, counts), restore)
-    return PreparedMatmul(matmul, restore, None if is_on_cpu else update)
+    if is_on_cpu:
+        return PreparedMatmul(in_pieces(matmul, _row_counts(len(scales), num_parts)), restore)
+    return PreparedMatmul(matmul, restore, update)
 
 
 def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
@@ -125,45 +116,39 @@ def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1)
-def multiplies_exactly() -> bool:
-    """Return whether oneDNN's sums of large integers are exact on this CPU."""
+def part_bits() -> int:
+    """Return how many bits activations may have so that oneDNN's sums are exact on this CPU: 8 or 7. 0: it has none."""
     if not torch.backends.mkldnn.is_available():
-        return False
+        return 0
     weight = torch.tensor([[127, -128], [127, 127]], dtype=torch.int8).repeat(8, 64)
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
-    integers = torch.tensor([[127, 127], [-127, 127]], dtype=torch.int8).repeat(2, 64)
-    expected = integers.float() @ weight.float().t()
-    return torch.equal(_packed(packed, torch.ones(16))(integers), expected)
+    for bits in (8, 7):
+        largest = (1 << bits - 1) - 1
+        integers = torch.tensor([[largest, largest], [-largest, largest]], dtype=torch.int8).repeat(2, 64)
+        if torch.equal(_packed(packed, torch.ones(16), bits)(integers), integers.float() @ weight.float().t()):
+            return bits
+    return 0
 
 
-def _packed(packed: Tensor, scales: Tensor) -> Matmul:
-    """Return the matmul of integers [T, I] int8 with a weight in oneDNN's layout and its scales [O]."""
+def _packed(packed: Tensor, scales: Tensor, bits: int) -> Matmul:
+    """Return the matmul of integers [T, I] int8 of ``bits`` bits with a weight in oneDNN's layout and its scales [O].
+
+    Without a matrix unit, oneDNN is fast only with unsigned numbers. With AMX it is fast with signed ones, and it would
+    round the large sums of unsigned ones.
+    """
     multiply = torch.ops.onednn.qlinear_pointwise.default
     zeros = torch.zeros(len(scales), dtype=torch.int32)
     plain = (None, 1.0, 0, torch.float32, "none", [], "")  # no bias, nothing after the matmul
-    is_signed = linear.has_matrix_unit()
+    is_signed, zero = linear.has_matrix_unit(), 1 << bits - 1
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O] fp32."""
         if is_signed:
             return multiply(x, 1.0, 0, packed, scales, zeros, *plain)
-        return multiply(x.view(torch.uint8) ^ ZERO, 1.0, ZERO, packed, scales, zeros, *plain)
+        unsigned = x.view(torch.uint8) ^ zero if bits == 8 else (x + zero).view(torch.uint8)
+        return multiply(unsigned, 1.0, zero, packed, scales, zeros, *plain)
 
     return matmul
-
-
-def _widened(weight: Tensor, scales: Tensor) -> Matmul:
-    """Return the matmul of integers [T, I] int8 with a weight [O, I] and its scales [1, O] in fp32."""
-
-    def multiply(integers: Tensor, outputs: Tensor) -> Tensor:
-        """Multiply integers [T, I] with the weights of some outputs [P, I] -> [T, P]."""
-        terms = zip(integers.float().split(EXACT_TERMS, 1), outputs.split(EXACT_TERMS, 1), strict=True)
-        first, *others = [functional.linear(part, numbers.float()) for part, numbers in terms]
-        for sums in others:
-            first += sums
-        return first
-
-    return lambda x: torch.cat([multiply(x, part) for part in weight.split(WIDE_OUTPUTS)], 1).mul_(scales)
 
 
 def _unpacked(weight: Tensor, scales: Tensor) -> Matmul:

@@ -50,6 +50,12 @@ class EmbeddingTable(Layer):
             self.weight = torch.empty_like(self.weight, device=self._device)
         return super().weights(prefix)
 
+    def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
+        """See ``Layer``. A head that reads a copy of the table is prepared again."""
+        is_packed = linear.packs(self.weight.dtype, self.weight.device)
+        if is_packed and (modules is None or prefix.removesuffix(".") in modules):
+            self._head = None
+
     def free_weights(self) -> None:
         self.weight = self.weight.to("meta")
         self._head = None
@@ -63,7 +69,7 @@ class EmbeddingTable(Layer):
 
         Call it again after new weights are loaded. On a CPU the matmul may read a packed copy, which is then replaced.
         """
-        if self._head is None or linear.packs(self.weight.dtype, self.weight.device):
+        if self._head is None:
             self._head = linear.prepare(self.weight, None, batch_invariant=self._batch_invariant)
         return self._head
 

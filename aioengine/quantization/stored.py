@@ -129,9 +129,10 @@ class StoredFormat(CodesFormat):
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         others = self.kept(tensors)
         order = None if layer.order is None else layer.order.argsort()
+        has_integers = layer.device.type != "cpu" or int8_linear.part_bits()
         parts = [
             int8_linear.prepare(codes, bias)
-            if self.scheme.layout == "int8"
+            if self.scheme.layout == "int8" and has_integers
             else code_linear.prepare(codes, bias, layer.dtype, batch_invariant=layer.batch_invariant)
             for codes, bias in self._parts(layer, tensors)
         ]

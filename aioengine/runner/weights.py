@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from aioengine.families._block_config import FLOAT_BYTES, TensorSpec
 from aioengine.families._config import new_name
+from aioengine.kernels import half_linear
 from aioengine.kernels.codes import FP8
 from aioengine.layers.layer import Target
 from aioengine.model_files.checkpoint import (
@@ -59,6 +60,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
     model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
+    half_linear.finish_packing()
     torch.cuda.empty_cache()  # frees memory in which readers converted weights; without a GPU, does nothing
     return num_bytes
 
