@@ -61,6 +61,7 @@ class Job:
         is_ordered: the rows are taken in the order of their items, not of their ends.
         returns_done: rows in the journal are taken, too.
         num_items: number of items that were started.
+        is_left: the items in flight were aborted, and no more may start.
         changed: set when a row has ended.
     """
 
@@ -71,6 +72,7 @@ class Job:
     open_journal: Callable[[], Journal] | None = None
     returns_done: bool = True
     num_items: int = 0
+    is_left: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _journal: Journal | None = None
     _tasks: dict[int, asyncio.Task[Row]] = field(default_factory=dict[int, asyncio.Task[Row]])
@@ -80,7 +82,7 @@ class Job:
     @property
     def num_free(self) -> int:
         """Number of items that may be started now."""
-        return self.window - len(self._tasks) - len(self._rows)
+        return 0 if self.is_left else self.window - len(self._tasks) - len(self._rows)
 
     @property
     def is_idle(self) -> bool:
@@ -102,6 +104,8 @@ class Job:
         self.num_items += 1
         if self.num_items % ITEMS_AT_ONCE == 0:
             await asyncio.sleep(0)
+        if self.is_left:
+            return
         if self._journal is not None:
             self._journal.record_item(index, as_json(item, f"item {index}"))
             if self._journal.is_done(index):
@@ -140,7 +144,7 @@ class Job:
 
     async def sync_if_due(self) -> None:
         """Write the journal to the disk if this was last done at least a second ago."""
-        if self._journal is not None and self._journal.is_sync_due:
+        if self._journal is not None and not self.is_left and self._journal.is_sync_due:
             await asyncio.to_thread(self._journal.sync)
 
     async def wait(self) -> None:
@@ -158,6 +162,8 @@ class Job:
 
     def leave(self) -> None:
         """Abort the items in flight, and close the journal."""
+        self.is_left = True
+        self.changed.set()
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             task.cancel()
@@ -199,12 +205,13 @@ class AsyncAnswerIterator(AsyncIterator[JobRow]):
                 await job.open()
             await job.sync_if_due()  # a slow reader never waits
             await self._read()
-            while (row := job.take()) is None and not (self._is_exhausted and job.is_idle):
+            while (row := job.take()) is None and not (job.is_left or (self._is_exhausted and job.is_idle)):
                 await job.wait()
                 await self._read()
             if row is not None:
                 return cast("JobRow", row)
-            await job.finish()
+            if not job.is_left:
+                await job.finish()
         except BaseException:
             await self.aclose()
             raise
@@ -280,11 +287,12 @@ class AnswerIterator(Iterator[JobRow]):
         if self._is_closed:
             raise StopIteration
         try:
-            while not (self._is_exhausted and self._job.is_idle):
+            while not (self._is_closed or (self._is_exhausted and self._job.is_idle)):
                 row = self._call(self._step(self._read()))
                 if row is not None:
                     return cast("JobRow", row)
-            self._call(self._job.finish())
+            if not self._is_closed:
+                self._call(self._job.finish())
         except BaseException:
             self.close()
             raise

@@ -47,7 +47,7 @@ def silu(x: Tensor) -> Tensor:
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """Return the GELU of x [...]. approximate: "none" or "tanh", as in torch.
 
-    On a CPU, torch calls oneDNN for the exact GELU of contiguous tensors in the dtypes of ``linear.packs``, which is
+    On a CPU, torch calls oneDNN for the exact GELU of contiguous tensors in the dtypes of ``linear.uses_onednn``. It is
     batch-invariant. On a GPU, the exact GELU in 16 bits is our own kernel, with an error below 4e-7 before rounding.
     """
     if x.dtype != torch.float32 and approximate == "none" and launcher.supports(x) and x.is_contiguous():
@@ -57,7 +57,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     if x.device.type != "cpu":
         return functional.gelu(x, approximate=approximate)
     if approximate == "none":
-        supported = x if linear.packs(x.dtype, x.device) else x.float()
+        supported = x if linear.uses_onednn(x.dtype, x.device) else x.float()
         return functional.gelu(supported.contiguous()).to(x.dtype)
     if x.ndim == 2 and len(x) > CACHED_ROWS:
         return torch.cat([_gelu_tanh(rows) for rows in x.split(CACHED_ROWS)])

@@ -1,13 +1,13 @@
 """Matmul in fp32 with a weight in 16 bits, on a CPU: x [T, I], weight [O, I], bias [O] -> [T, O].
 
 A CPU without bf16 instructions computes in fp32. Weights of a checkpoint in bf16 or fp16 have at most 11 significant
-bits, so fp16 holds them without rounding if they are multiplied by a power of two. (Only numbers below 2 ** -29 of the
-largest one may be rounded, by less than 2 ** -40 of the largest one.) FBGEMM converts them to fp32 in registers, and
+bits, so fp16 holds them without rounding if they are multiplied by a power of two. (Only numbers below 2 ** -28 of the
+largest one may be rounded, by at most 2 ** -39 of the largest one.) FBGEMM converts them to fp32 in registers, and
 adds in fp32. Compared with oneDNN's matmul in fp32, weights take half the memory, and a matmul of up to 128 rows half
 the time or less.
 
 FBGEMM adds in another order if it computes one or two rows at a time, which may be the rest of a larger row count. So
-only ``row_counts`` are used.
+only ``agreeing_counts`` are used.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ MAX_EXPONENT: Final = 15
 
 class HalfWeight:
     """A weight [O, I] in fp16, in FBGEMM's layout. Threads pack it, and the first matmul waits for them.
+
+    Until then, the plain weight must not change.
 
     Attributes:
         factor: the power of two by which the numbers in fp16 are multiplied.
@@ -95,28 +97,28 @@ def is_available() -> bool:
 
 def pack(weight: Tensor) -> HalfWeight | None:
     """Return the weight [O, I] in 16 bits. None: this would change its values, or FBGEMM cannot compute it here."""
-    if weight.dtype != torch.float32 or not is_available() or not _has_16_bits(weight):
+    if weight.dtype != torch.float32 or not is_available() or not _fits_fp16(weight):
         return None
     sizes = {len(block) for block in weight.split(MAX_OUTPUTS)}
-    tried = [row_counts(size, weight.shape[1], torch.get_num_threads()) for size in sizes]
+    tried = [agreeing_counts(size, weight.shape[1], torch.get_num_threads()) for size in sizes]
     counts = tuple(count for count in tried[0] if all(count in others for others in tried[1:]))
     return HalfWeight(weight, counts) if counts and counts[-1] >= MIN_LARGEST_COUNT else None
 
 
-def _has_16_bits(weight: Tensor) -> bool:
+def _fits_fp16(weight: Tensor) -> bool:
     """Return whether all numbers of a weight [O, I] are finite and have at most 11 significant bits."""
     blocks = weight.contiguous().view(torch.int32).split(MAX_OUTPUTS)
     return not any((block & UNUSED_BITS).any() for block in blocks) and bool(_largest(weight).isfinite())
 
 
 @lru_cache(maxsize=256)
-def row_counts(out_features: int, in_features: int, num_threads: int) -> tuple[int, ...]:
+def agreeing_counts(out_features: int, in_features: int, num_threads: int) -> tuple[int, ...]:
     """Return the row counts that give the same bits in the trials, ascending.
 
     num_threads: only part of the cache key, because the trials depend on it.
     """
     trial = Trial(out_features, in_features, torch.float32)
-    agrees = trial.agreeing(HalfWeight(trial.weight).matmul, COMMON_ROWS)
+    agrees = trial.agreement_test(HalfWeight(trial.weight).matmul, COMMON_ROWS)
     return tuple(count for count in TRIED_COUNTS if count * out_features <= MAX_TRIED_ELEMENTS and agrees(count))
 
 

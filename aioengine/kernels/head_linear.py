@@ -37,7 +37,7 @@ def prepare(weight: Tensor, *, batch_invariant: bool = False) -> HeadMatmul:
 
 def _head_by_head(weight: Tensor) -> HeadMatmul:
     """Return a callable for a CPU that copies weight [H, I, O]."""
-    matmuls = [linear.prepare(linear.pack(head.t().contiguous()), None) for head in weight]
+    matmuls = [linear.prepare(head.t().contiguous(), None) for head in weight]
 
     def matmul(x: Tensor, out: Tensor) -> None:
         """Multiply x [T, H, I] into out [T, H, O]."""

@@ -26,7 +26,7 @@ MIN_LARGEST: Final = 1e-10
 """Avoids a division by 0 if a token has only zeros."""
 MIN_ROWS_ON_GPU: Final = 17
 """cuBLAS multiplies int8 only with more than 16 rows."""
-ROW_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128)
+ONEDNN_COUNTS: Final = tuple(count for count in linear.TILED_COUNTS if count <= 128)
 """Row counts of oneDNN, which compiles code for each. The sums of more rows do not fit the cache."""
 ALWAYS_USED_ROWS: Final = 16
 """Row counts up to this one are used for results of any size."""
@@ -77,8 +77,8 @@ def prepare(
     num_parts = 1 if bits == activation_bits else 2
     if is_on_cpu and not (is_shared and bits == 8):
         packed, rest = torch.ops.onednn.qlinear_prepack(weight, None), codes._replace(packed=weight.new_empty(0))
-        multiply_packed = _packed(packed, scales[:, 0].contiguous(), bits)
-        multiply, restore = multiply_packed, lambda: rest._replace(packed=packed.to_dense().t().contiguous())
+        multiply_integers = _onednn_matmul(packed, scales[:, 0].contiguous(), bits)
+        multiply, restore = multiply_integers, lambda: rest._replace(packed=packed.to_dense().t().contiguous())
     else:
         multiply, restore = _unpacked(weight, scales.t()), lambda: codes
     wide_bias = None if bias is None else bias.float()
@@ -108,10 +108,9 @@ def prepare(
 
 def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
     """Return the row counts for a weight. num_parts: rows of integers for each row."""
-    max_count, min_integer_rows = max(ALWAYS_USED_ROWS, MAX_SUMS // num_outputs), 0
-    if linear.has_matrix_unit():
-        min_integer_rows = max(2, SLOW_SUMS // num_outputs + 1)
-    counts = tuple(count for count in ROW_COUNTS if count <= max_count)
+    max_count = max(ALWAYS_USED_ROWS, MAX_SUMS // num_outputs)
+    min_integer_rows = max(2, SLOW_SUMS // num_outputs + 1) if linear.has_matrix_unit() else 0
+    counts = tuple(count for count in ONEDNN_COUNTS if count <= max_count)
     return tuple(count for count in counts if num_parts * count >= min_integer_rows) or counts
 
 
@@ -125,12 +124,12 @@ def part_bits() -> int:
     for bits in (8, 7):
         largest = (1 << bits - 1) - 1
         integers = torch.tensor([[largest, largest], [-largest, largest]], dtype=torch.int8).repeat(2, 64)
-        if torch.equal(_packed(packed, torch.ones(16), bits)(integers), integers.float() @ weight.float().t()):
+        if torch.equal(_onednn_matmul(packed, torch.ones(16), bits)(integers), integers.float() @ weight.float().t()):
             return bits
     return 0
 
 
-def _packed(packed: Tensor, scales: Tensor, bits: int) -> Matmul:
+def _onednn_matmul(packed: Tensor, scales: Tensor, bits: int) -> Matmul:
     """Return the matmul of integers [T, I] int8 of ``bits`` bits with a weight in oneDNN's layout and its scales [O].
 
     Without a matrix unit, oneDNN is fast only with unsigned numbers. With AMX it is fast with signed ones, and it would

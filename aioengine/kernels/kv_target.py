@@ -3,7 +3,8 @@
 int8: each head of a token has its own scale, a bf16 number after the E codes of the head. The scale is the largest
 magnitude divided by 127, so a code is at most half a scale away from its number.
 
-fp8 (e4m3): a layer may have a scale for keys and one for values. Larger numbers than the format has become its largest.
+fp8 (e4m3): a layer may have a scale for keys and one for values. Numbers above the maximum of the format become the
+maximum.
 
 T tokens, H query heads, K kv heads, E head size, N pages, S page size.
 """

@@ -5,10 +5,11 @@ row often uses another kernel than many, and matrix units split the columns into
 library may divide a long sum among them. So each weight shape is tried at the start with some row counts. Later, rows
 are padded with copies or split to counts that give equal bits:
 
-- bf16 and fp32, if oneDNN supports them (``packs``): ``TILED_COUNTS`` are tried, and the counts that agree are used.
-  Without a matrix unit, if only counts below ``COMMON_ROWS`` differ, all ``ROW_COUNTS`` above them are used. If few
-  counts agree in bf16, the matmul runs in fp32.
-- Other dtypes: ``TRIED_ROWS`` are tried. If n is the largest count that differs, all counts from the next tried
+- fp32 weights that fp16 holds, where torch has FBGEMM: see ``half_linear``.
+- Other weights in bf16 and fp32, if oneDNN supports them (``uses_onednn``): ``TILED_COUNTS`` are tried, and the counts
+  that agree are used. Without a matrix unit, if only counts below ``COMMON_ROWS`` differ, all ``PADDED_COUNTS`` above
+  them are used. If few counts agree in bf16, the matmul runs in fp32.
+- Other dtypes: ``TRIED_PLAIN_COUNTS`` are tried. If n is the largest count that differs, all counts from the next tried
   count after n on are used.
 
 If no counts agree, rows are computed one by one. On a GPU, results are independent of T only with ``batch_invariant``.
@@ -39,8 +40,8 @@ from aioengine.kernels.row_counts import COMMON_ROWS, MAX_PLAIN_ROWS, MAX_TRIED_
 _Weight = TypeVar("_Weight")
 
 
-def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether oneDNN's packed weights are used: on a CPU, for the dtypes that oneDNN supports."""
+def uses_onednn(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether oneDNN computes matmuls in this dtype on this device, a CPU."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -53,14 +54,14 @@ def transposes(dtype: torch.dtype) -> bool:
 
 def pack(weight: Tensor, *, has_bias: bool = False) -> Tensor | HalfWeight:
     """Return the weight [O, I] in the layout of the library that ``prepare`` uses, or the weight itself."""
-    if weight.is_mkldnn or not packs(weight.dtype, weight.device) or transposes(weight.dtype):
+    if weight.is_mkldnn or not uses_onednn(weight.dtype, weight.device) or transposes(weight.dtype):
         return weight
     half = half_linear.pack(weight)
     if half is not None:
         return half
     out_features, in_features = weight.shape
-    packing = choose_packing(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
-    return _pack(weight) if packing.dtype == weight.dtype else weight
+    choice = choose_matmul(out_features, in_features, weight.dtype, torch.get_num_threads(), has_bias=has_bias)
+    return _pack(weight) if choice.dtype == weight.dtype else weight
 
 
 def unpack(weight: Tensor | HalfWeight) -> Tensor:
@@ -77,46 +78,46 @@ def prepare(weight: Tensor | HalfWeight, bias: Tensor | None, *, batch_invariant
         weight: the result of ``pack``, or a plain tensor. A plain tensor may be copied; the caller can then free it.
         batch_invariant: on a GPU, a row of the result must not depend on the number of rows.
     """
-    if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        return _on_device(weight, bias, batch_invariant=batch_invariant)
-    weight = weight if isinstance(weight, HalfWeight) else pack(weight, has_bias=bias is not None)
+    if isinstance(weight, Tensor):
+        if weight.device.type != "cpu":
+            return _on_device(weight, bias, batch_invariant=batch_invariant)
+        weight = pack(weight, has_bias=bias is not None)
     if isinstance(weight, HalfWeight):
         return half_linear.prepare(weight, bias)
     out_features, in_features = weight.shape
     num_threads = torch.get_num_threads()
-    if not packs(weight.dtype, weight.device):
+    if not uses_onednn(weight.dtype, weight.device):
         counts = independent_rows(out_features, in_features, weight.dtype, num_threads)
-        return in_pieces(_plain(weight, bias), tuple(counts) or (1,))
-    packing = choose_packing(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
-    if packing.dtype != weight.dtype:
-        wide_bias = None if bias is None else bias.to(packing.dtype)
-        wide = in_pieces(_packed(unpack(weight).to(packing.dtype), wide_bias), packing.counts)
-        return lambda x: wide(x.to(packing.dtype, memory_format=torch.contiguous_format)).to(x.dtype)
+        return in_pieces(_torch_matmul(weight, bias), tuple(counts) or (1,))
+    choice = choose_matmul(out_features, in_features, weight.dtype, num_threads, has_bias=bias is not None)
+    if choice.dtype != weight.dtype:
+        wide = prepare(weight.to(choice.dtype), None if bias is None else bias.to(choice.dtype))
+        return lambda x: wide(x.to(choice.dtype, memory_format=torch.contiguous_format)).to(x.dtype)
     if not transposes(weight.dtype):
-        return in_pieces(_packed(weight, bias), packing.counts)
-    matmul = in_pieces(_transposed(weight, bias), packing.counts)
+        return in_pieces(_onednn_matmul(weight, bias), choice.counts)
+    matmul = in_pieces(_transposed_matmul(weight, bias), choice.counts)
     return lambda x: transpose_back(matmul(x))
 
 
 def prepare_gated(weight: Tensor, bias: Tensor | None, activation: Matmul) -> Matmul | None:
     """Return ``activation`` of the matmul: [T, I] -> [T, O / 2]; None: it is not faster than separate calls.
 
-    It is faster if ``prepare`` transposes results back. This one does not: the strides are (1, T).
+    It is faster where ``prepare`` transposes its results back. Those of this matmul keep the strides (1, T).
     """
     if weight.device.type != "cpu" or not transposes(weight.dtype):
         return None
-    packing = choose_packing(*weight.shape, weight.dtype, torch.get_num_threads(), has_bias=bias is not None)
-    if packing.dtype != weight.dtype:
+    choice = choose_matmul(*weight.shape, weight.dtype, torch.get_num_threads(), has_bias=bias is not None)
+    if choice.dtype != weight.dtype:
         return None
-    matmul = _transposed(weight, bias)
-    return in_pieces(lambda x: activation(matmul(x)), packing.counts)
+    matmul = _transposed_matmul(weight, bias)
+    return in_pieces(lambda x: activation(matmul(x)), choice.counts)
 
 
 class PreparedMatmul(NamedTuple, Generic[_Weight]):
     """A matmul [T, I] -> [T, O], and how its weight can be replaced.
 
     Attributes:
-        restore: returns its weight as it was before it was prepared.
+        restore: returns a weight that gives the same results.
         update: replaces weight and bias [O] at the addresses that CUDA graphs contain; None: prepare again instead.
         gated: [T, I] -> silu(first half of the outputs) * (second half), [T, O / 2]; None: no kernel fuses this.
     """
@@ -127,7 +128,7 @@ class PreparedMatmul(NamedTuple, Generic[_Weight]):
     gated: Matmul | None = None
 
 
-class Packing(NamedTuple):
+class MatmulChoice(NamedTuple):
     """How a weight is multiplied.
 
     Attributes:
@@ -139,11 +140,11 @@ class Packing(NamedTuple):
     dtype: torch.dtype
 
 
-ROW_COUNTS = (
+PADDED_COUNTS = (
     *(*range(1, 9), 10, 12, 14, 16, *range(20, 65, 4)),
     *(*range(72, 129, 8), *range(144, 257, 16), *range(288, 513, 32)),
 )
-"""Row counts of a matmul with a packed weight. Padding adds 3 % of rows on average."""
+"""Row counts of a matmul with a packed weight. Padding adds 4 % of rows on average."""
 TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
 24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
@@ -157,9 +158,9 @@ CACHED_BYTES = 1 << 20
 
 
 @lru_cache(maxsize=256)
-def choose_packing(
+def choose_matmul(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
-) -> Packing:
+) -> MatmulChoice:
     """Return a packing in ``dtype`` if enough row counts agree, else one in fp32, else one that computes row by row.
 
     num_threads: only part of the cache key, because the trials depend on it.
@@ -167,8 +168,8 @@ def choose_packing(
     for tried in dict.fromkeys((dtype, torch.float32)):
         counts = _agreeing_counts(out_features, in_features, tried, has_bias=has_bias)
         if counts and counts[-1] >= MIN_LARGEST_COUNT:
-            return Packing(counts, tried)
-    return Packing((1,), torch.float32)
+            return MatmulChoice(counts, tried)
+    return MatmulChoice((1,), torch.float32)
 
 
 def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *, has_bias: bool) -> tuple[int, ...]:
@@ -180,18 +181,20 @@ def _agreeing_counts(out_features: int, in_features: int, dtype: torch.dtype, *,
     step = TILE_ROWS if transposes(dtype) else 1
     counts = [n for n in TILED_COUNTS if n not in slow and n <= max_count and (n < step or n % step == 0)]
     trial = Trial(out_features, in_features, dtype)
-    matmul = (_transposed if transposes(dtype) else _packed)(trial.weight, trial.bias if has_bias else None)
+    matmul = (_transposed_matmul if transposes(dtype) else _onednn_matmul)(
+        trial.weight, trial.bias if has_bias else None
+    )
 
     def of_columns(x: Tensor) -> Tensor:
         """Multiply x [T, I] in the layout of a part of the results of ``prepare_gated``."""
         return matmul(torch.cat((x, x)).t().contiguous()[:, : len(x)].t())
 
     others = (of_columns,) if transposes(dtype) else ()
-    agreeing = tuple(filter(trial.agreeing(matmul, COMMON_ROWS, *others), counts))
+    agreeing = tuple(filter(trial.agreement_test(matmul, COMMON_ROWS, *others), counts))
     differing = max({*counts} - {*agreeing}, default=0)
     if transposes(dtype) or differing >= COMMON_ROWS:
         return agreeing
-    return tuple(count for count in ROW_COUNTS if count not in slow and count > differing)
+    return tuple(count for count in PADDED_COUNTS if count not in slow and count > differing)
 
 
 FAST_ROWS = 4
@@ -213,7 +216,7 @@ def slow_counts(num_threads: int) -> tuple[int, ...]:
     The choice changes no bits: only row counts with equal bits are used. num_threads: only part of the cache key.
     """
     counts = range(1, FAST_ROWS + 1)
-    matmul = _packed(torch.ones(TIMED_SHAPE, dtype=torch.bfloat16), None)
+    matmul = _onednn_matmul(torch.ones(TIMED_SHAPE, dtype=torch.bfloat16), None)
     inputs = [torch.ones(count, TIMED_SHAPE[1], dtype=torch.bfloat16) for count in counts]
     seconds = [[_seconds(matmul, x) for x in inputs] for _ in range(NUM_TIMED)][1:]
     *few, fast = (min(times) for times in zip(*seconds, strict=True))
@@ -232,7 +235,7 @@ def has_matrix_unit() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-TRIED_ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, MAX_PLAIN_ROWS)
+TRIED_PLAIN_COUNTS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 17, 32, 33, MAX_PLAIN_ROWS)
 """Row counts that are tried with a weight that is not packed."""
 
 
@@ -243,21 +246,21 @@ def independent_rows(out_features: int, in_features: int, dtype: torch.dtype, nu
     num_threads: only part of the cache key, because the trials depend on it.
     """
     trial = Trial(out_features, in_features, dtype)
-    agrees = trial.agreeing(_plain(trial.weight, None), MAX_PLAIN_ROWS)
+    agrees = trial.agreement_test(_torch_matmul(trial.weight, None), MAX_PLAIN_ROWS)
     first = MAX_PLAIN_ROWS + 1
-    for num_rows in reversed(TRIED_ROWS):
+    for num_rows in reversed(TRIED_PLAIN_COUNTS):
         if not agrees(num_rows):
             break
         first = num_rows
     return range(first, MAX_PLAIN_ROWS + 1)
 
 
-def _plain(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _torch_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return torch's matmul for weight [O, I] and bias [O]."""
     return lambda x: functional.linear(x, weight, bias)
 
 
-def _transposed(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _transposed_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return the matmul that computes weight [O, I] times x.t(), plus bias [O]. Its results have strides (1, T)."""
     column = None if bias is None else bias.unsqueeze(1)
 
@@ -294,7 +297,7 @@ def _pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Matmul:
+def _onednn_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
     """Return oneDNN's matmul for weight [O, I], packed or plain, and bias [O]."""
     operation = torch.ops.mkldnn._linear_pointwise.default
     packed = weight if weight.is_mkldnn else _pack(weight)
@@ -337,7 +340,7 @@ def _on_device(weight: Tensor, bias: Tensor | None, *, batch_invariant: bool) ->
 
         return InvariantMatmul(weight.contiguous(), bias)
     if not weight.is_contiguous():
-        return _plain(weight, bias)
+        return _torch_matmul(weight, bias)
     return DeviceMatmul(weight, bias)
 
 
@@ -353,6 +356,6 @@ def _library_matmul(weight: Tensor, bias: Tensor | None) -> Matmul:
     """
     zero_bias_rows = next((rows for inputs, rows in ZERO_BIAS_ROWS.items() if weight.shape[1] >= inputs), set[int]())
     if bias is not None or not zero_bias_rows or weight.dtype == torch.float32:
-        return _plain(weight, bias)
+        return _torch_matmul(weight, bias)
     zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
     return lambda x: functional.linear(x, weight, zeros if x.shape[0] in zero_bias_rows else None)

@@ -17,7 +17,7 @@ Matmul = Callable[[Tensor], Tensor]
 MAX_PLAIN_ROWS = 64
 """Maximum rows of a matmul with a weight that is not packed. More rows are computed in pieces."""
 COMMON_ROWS = 8
-"""Only row counts that give the same bits as this one are used."""
+"""With oneDNN and FBGEMM, only row counts that give the same bits as this one are used."""
 MAX_TRIED_ELEMENTS = 2 << 20
 """Maximum size of a result of more than ``MAX_PLAIN_ROWS`` rows in the trials, to limit time and memory."""
 
@@ -46,7 +46,7 @@ class Trial:
         generator = torch.Generator().manual_seed(0)
         num_pairs = in_features // 2
         order = torch.randperm(in_features, generator=generator)
-        added, taken_back, alone = order.split([num_pairs, num_pairs, in_features % 2])
+        firsts, partners, unpaired = order.split([num_pairs, num_pairs, in_features % 2])
 
         def random(num_rows: int, size: int) -> Tensor:
             """Return [num_rows, size] numbers of very different magnitudes."""
@@ -56,15 +56,15 @@ class Trial:
         num_different = min(out_features, DIFFERENT_OUTPUTS)
         num_rows = min(1 + TRIED_TERMS // (num_different * in_features), MAX_PLAIN_ROWS)
         weight, x = random(num_different, in_features), random(num_rows, in_features)
-        weight[:, taken_back] = -weight[:, added]
-        x[:, taken_back] = x[:, added]
-        weight[:, alone] *= ROUNDING
+        weight[:, partners] = -weight[:, firsts]
+        x[:, partners] = x[:, firsts]
+        weight[:, unpaired] *= ROUNDING
         times = -(-out_features // num_different)
         self.weight = weight.to(dtype).repeat(times, 1)[:out_features].contiguous()
         self.bias = (random(num_different, 1) * ROUNDING).to(dtype).repeat(times, 1)[:out_features, 0].contiguous()
         self.x = x.to(dtype)
 
-    def agreeing(self, matmul: Matmul, common: int, *others: Matmul) -> Callable[[int], bool]:
+    def agreement_test(self, matmul: Matmul, common: int, *others: Matmul) -> Callable[[int], bool]:
         """Return a test of row counts: do all rows get the same bits as when they are computed ``common`` at a time?
 
         others: matmuls that must give the same bits as ``matmul``.
@@ -73,7 +73,7 @@ class Trial:
         expected = self._results(matmul, common, torch.arange(-(-num_rows // common) * common) % num_rows)[:num_rows]
 
         def agrees(count: int) -> bool:
-            """Compute each row at another position than before."""
+            """Return whether rows keep their bits with this row count. Each row is computed at another position."""
             chosen = (torch.arange(-(-num_rows // count) * count) + (count + 1) // 2) % num_rows
             wanted = expected[chosen] if num_rows > 1 else expected.expand(len(chosen), -1)
             return all(torch.equal(self._results(tried, count, chosen), wanted) for tried in (matmul, *others))

@@ -69,12 +69,12 @@ class LayerMatrices:
             a: A of all parts, [sum of ranks, I].
             parts: (first output, B [outputs, rank]) of each part that the adapter changes.
         """
-        self._shrink = linear.prepare(linear.pack(a), None)
+        self._shrink = linear.prepare(a, None)
         # per fused part: rank, first output, number of outputs, and matmul with B: [X, rank] -> [X, outputs]
         self._expansions: list[tuple[int, int, int, Matmul]] = []
         for first_output, b in parts:
             num_outputs, rank = b.shape
-            self._expansions.append((rank, first_output, num_outputs, linear.prepare(linear.pack(b), None)))
+            self._expansions.append((rank, first_output, num_outputs, linear.prepare(b, None)))
 
     def add(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
         """Add the adapter's output for the ``rows`` [X] of x [T, I] to y [T, O], in place."""

@@ -52,7 +52,7 @@ class EmbeddingTable(Layer):
 
     def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
         """See ``Layer``. A head that reads a copy of the table is prepared again."""
-        is_packed = linear.packs(self.weight.dtype, self.weight.device)
+        is_packed = linear.uses_onednn(self.weight.dtype, self.weight.device)
         if is_packed and (modules is None or prefix.removesuffix(".") in modules):
             self._head = None
 

@@ -32,7 +32,7 @@ from aioengine.kernels.row_counts import Matmul
 from aioengine.layers.adapters import Grouping, LayerAdapters
 from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, errors_of, rank_ranges
 from aioengine.model_files.quantization import Axis, Ranges
-from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, PreparedLinear, Tensors
+from aioengine.quantization._base import LinearFormat, LinearSpec, PreparedLinear, Tensors
 
 
 class FusedPart(NamedTuple):
@@ -287,14 +287,12 @@ def unplaced_targets(
     linear_format: LinearFormat, layer: LinearSpec, tensors: Tensors
 ) -> Iterator[tuple[str, list[Target]]]:
     """Yield the names of checkpoint tensors, with a target for each fused layer."""
-    writers = linear_format.writers(layer, tensors) if isinstance(linear_format, CodesFormat) else {}
+    writers = linear_format.writers(layer, tensors)
     for name, parts in writers.items():
         yield name, [Target(writer.placeholder, writer=writer) for writer in parts]
     for name, tensor in tensors.items():
         if name not in writers and (pieces := linear_format.split(layer, name, tensor)):
-            is_preset, check = False, None
-            if isinstance(linear_format, CodesFormat):
-                is_preset, check = linear_format.is_preset(name), linear_format.check_of(layer, name)
+            is_preset, check = linear_format.is_preset(name), linear_format.check_of(layer, name)
             yield name, [Target(piece, is_preset=is_preset, check=check) for piece in pieces]
 
 

@@ -42,9 +42,9 @@ class StoredTypes(Struct, frozen=True):
         kept: dict[str, str] = {}
         widened: set[str] = set()
         for entry in read_headers(path, ""):
-            is_served = not is_on_cpu or entry.shape[0] % CPU_OUTPUTS == 0
+            is_supported = not is_on_cpu or entry.shape[0] % CPU_OUTPUTS == 0
             if len(entry.shape) == 2 and entry.name.endswith(_WEIGHT):
-                if entry.dtype in allowed and is_served:
+                if entry.dtype in allowed and is_supported:
                     kept[entry.name.removesuffix(_WEIGHT)] = entry.dtype
                 elif BLOCKS[entry.dtype][0] > 1:
                     widened.add(entry.dtype)

@@ -78,6 +78,32 @@ class LinearSpec(NamedTuple):
         return PreparedLinear(matmul, restore, update, gated if self.is_gated else None)
 
 
+class RowWriter(NamedTuple):
+    """Quantizes the rows of a weight [O, I] while they are loaded.
+
+    Attributes:
+        placeholder: has the shape, dtype and device of the weight, but no memory.
+        write: ``write(first, values)`` quantizes values [R, I] into the rows from ``first`` on.
+        scales: [O, G]. A scale is not finite if a value of its group is not, which is checked after loading.
+        num_bytes: of the quantized weight.
+        is_whole: ``write`` needs all rows at once.
+        stored: the type in GGUF files whose bytes [R, X] ``write`` takes; "": it takes values.
+    """
+
+    placeholder: Tensor
+    write: Callable[[int, Tensor], None]
+    scales: Tensor
+    num_bytes: int
+    is_whole: bool = False
+    stored: str = ""
+
+    def transposed(self) -> RowWriter:
+        """Return a writer of values [I, O]."""
+        return self._replace(
+            placeholder=self.placeholder.t(), write=lambda first, values: self.write(first, values.t()), is_whole=True
+        )
+
+
 class LinearFormat(Protocol):
     """The tensors of a linear layer, their preparation after loading, and the matmul. One object serves all layers.
 
@@ -105,35 +131,21 @@ class LinearFormat(Protocol):
         """Split ``tensor`` [...], called ``name``, into a view for each fused layer of the checkpoint."""
         ...
 
+    def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
+        """Return the tensors that are quantized while they are loaded, with a writer for each fused layer."""
+        return {}
+
+    def is_preset(self, name: str) -> bool:
+        """Return whether ``empty`` sets the tensor ``name`` to valid values; see ``Target``."""
+        return False
+
+    def check_of(self, layer: LinearSpec, name: str) -> Callable[[Tensor], object] | None:
+        """Return ``Target.check`` of the tensor ``name`` [...], which must be small, because it is read once more."""
+        return None
+
     def prepare(self, layer: LinearSpec, tensors: Tensors) -> PreparedLinear:
         """Make the matmul from loaded tensors, and keep only the tensors that it reads."""
         ...
-
-
-class RowWriter(NamedTuple):
-    """Quantizes the rows of a weight [O, I] while they are loaded.
-
-    Attributes:
-        placeholder: has the shape, dtype and device of the weight, but no memory.
-        write: ``write(first, values)`` quantizes values [R, I] into the rows from ``first`` on.
-        scales: [O, G]. A scale is not finite if a value of its group is not, which is checked after loading.
-        num_bytes: of the quantized weight.
-        is_whole: ``write`` needs all rows at once.
-        stored: the type in GGUF files whose bytes [R, X] ``write`` takes; "": it takes values.
-    """
-
-    placeholder: Tensor
-    write: Callable[[int, Tensor], None]
-    scales: Tensor
-    num_bytes: int
-    is_whole: bool = False
-    stored: str = ""
-
-    def transposed(self) -> RowWriter:
-        """Return a writer of values [I, O]."""
-        return self._replace(
-            placeholder=self.placeholder.t(), write=lambda first, values: self.write(first, values.t()), is_whole=True
-        )
 
 
 class CodesFormat(LinearFormat):
@@ -144,10 +156,6 @@ class CodesFormat(LinearFormat):
 
     reorders: bool = False
 
-    def writers(self, layer: LinearSpec, tensors: Tensors) -> Mapping[str, Sequence[RowWriter]]:
-        """Return the tensors that are quantized while they are loaded, with a writer for each fused layer."""
-        return {}
-
     @abstractmethod
     def codes(self, layer: LinearSpec, tensors: Tensors) -> Codes:
         """Return the weight [O, I] from loaded tensors."""
@@ -155,14 +163,6 @@ class CodesFormat(LinearFormat):
     @abstractmethod
     def tensors(self, layer: LinearSpec, codes: Codes) -> Tensors:
         """Undo ``codes``, except for the tensors that are ``kept``."""
-
-    def is_preset(self, name: str) -> bool:
-        """Return whether ``empty`` sets the tensor ``name`` to valid values; see ``Target``."""
-        return False
-
-    def check_of(self, layer: LinearSpec, name: str) -> Callable[[Tensor], object] | None:
-        """Return ``Target.check`` of the tensor ``name`` [...], which must be small, because it is read once more."""
-        return None
 
     def kept(self, tensors: Tensors) -> Tensors:
         """Return the loaded tensors that stay in memory, because ``tensors`` cannot restore them from codes."""

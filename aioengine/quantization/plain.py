@@ -12,7 +12,7 @@ from aioengine.quantization._base import LinearFormat, LinearSpec, PreparedLinea
 
 
 class PlainFormat(LinearFormat):
-    """On a CPU the weight is packed for oneDNN, and the unpacked one is dropped."""
+    """On a CPU the weight may be converted to a library's layout (``linear.pack``). The plain one is then dropped."""
 
     reorders = False
 
@@ -30,7 +30,7 @@ class PlainFormat(LinearFormat):
         matmul = linear.prepare(weight, bias, batch_invariant=layer.batch_invariant)
         gated = gated_linear.prepare(matmul, tensors["weight"], bias) if layer.is_gated else None
         others = {} if bias is None else {"bias": bias}
-        update = None if linear.packs(layer.dtype, layer.device) else _keep
+        update = None if linear.uses_onednn(layer.dtype, layer.device) else _keep
         return PreparedLinear(matmul, lambda: {"weight": linear.unpack(weight), **others}, update, gated)
 
 

@@ -272,7 +272,7 @@ def fit_pool(demand: PoolDemand, budget: PoolBudget) -> PoolFit:
     pool, state_bytes, explanation = demand.fit(budget.num_bytes), demand.state_bytes, budget.explanation
     if not pool.num_rows:
         raise ValueError(
-            f"the states of one request of this model need {format_bytes(state_bytes)}, and the CUDA graphs as much "
+            f"the states of one request of this model need {format_bytes(state_bytes)}, and padding rows as much "
             f"again, but only {format_bytes(max(demand.state_limit(budget.num_bytes), 0))} are available; "
             f"{explanation}. Lower max_total_tokens, raise mem_fraction_static, or free memory"
         )

@@ -20,9 +20,9 @@ from aioengine.runner.transfer import Upload
 from aioengine.settings.memory_model import INT8_SCALE_BYTES
 from aioengine.settings.page_groups import PageGroups
 
-_PINNED: Final = 1
-_ON_DEVICE: Final = 1
-_READ_WRITE: Final = 3
+_PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 class _Location(ctypes.Structure):

@@ -249,9 +249,9 @@ class WeightLoader:
         """Receive tensors before they are checked, because the program waits until all have received them."""
         self._require_update(arguments)
         group = self._groups[self._group_of(arguments)]
-        listed = msgspec.json.decode(str(arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
+        sent = msgspec.json.decode(str(arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
         try:
-            tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in listed)
+            tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in sent)
             self._check_model(None)
             new = self._device_tensors(tensors)
             new.check(self._targets)

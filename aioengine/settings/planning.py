@@ -70,9 +70,10 @@ class Plan(Struct, frozen=True, kw_only=True):
         reason: why this implementation is chosen; and why an engine would refuse the weights of a local folder, if so.
         attention_backend: an engine uses another one if the kernels of this one do not work on the machine.
         weights_bytes: weights in ``dtype``, including a vision tower and a draft model. Exact, except that a few small
-            tensors (routers, some norms) stay in fp32. With transformers' code: of the tensors in the files. On a CPU,
-            the head may read a copy of a tied embedding table, which is not counted: in fp32, and in bf16 if the CPU
-            has bf16 instructions but no AMX.
+            tensors (routers, some norms) stay in fp32. On a CPU in fp32, 16-bit linear weights take half of it after
+            loading. With transformers' code: of the tensors in the files. On a CPU,
+            the head may read a copy of a tied embedding table, which is not counted: in fp32 (a copy in 16 bits if the
+            table has 16 bits), and in bf16 if the CPU has bf16 instructions but no AMX.
         kv_bytes_per_token: KV cache per token, including a draft model. Exact, except with transformers' code, which is
             read by the usual names of sizes and as if no layer had a window. With sliding windows: the average of a
             request of the context length, because old pages are freed.

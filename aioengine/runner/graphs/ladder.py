@@ -11,7 +11,7 @@ _FEW_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, *range(64, 257, 16))
 def decode_ladder(max_rows: int) -> list[int]:
     """Return the row counts with a CUDA graph, ascending up to ``max_rows``; empty for 0.
 
-    Small counts are close together, because padding matters most there. From 16 rows on, padding is at most a quarter.
+    Small counts are close together, because padding matters most there. From 18 rows on, padding is at most a quarter.
     """
     sizes: list[int] = list(_FEW_ROWS)
     while sizes[-1] < max_rows:

@@ -59,7 +59,7 @@ def test_weight_of_zeros_gives_zeros() -> None:
 
 def test_row_counts_are_those_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matmul that adds in another order for some row counts never computes these."""
-    half_linear.row_counts.cache_clear()
+    half_linear.agreeing_counts.cache_clear()
     plain = HalfWeight.matmul
 
     def matmul(self: HalfWeight, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_row_counts_are_those_that_agree(monkeypatch: pytest.MonkeyPatch) -> Non
         return plain(self, left) + plain(self, right) if len(x) in {1, 5, 64} else plain(self, x)
 
     monkeypatch.setattr(HalfWeight, "matmul", matmul)
-    counts = half_linear.row_counts(128, 256, torch.get_num_threads())
-    half_linear.row_counts.cache_clear()
+    counts = half_linear.agreeing_counts(128, 256, torch.get_num_threads())
+    half_linear.agreeing_counts.cache_clear()
     assert counts
     assert not {1, 5, 64} & {*counts}

@@ -99,7 +99,7 @@ def test_products_have_only_sizes_with_fast_onednn_kernels(
 
     monkeypatch.setattr(int8_linear, "part_bits", lambda: 8)
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: True)
-    monkeypatch.setattr(int8_linear, "_packed", record)
+    monkeypatch.setattr(int8_linear, "_onednn_matmul", record)
     codes = Codes(torch.zeros(num_outputs, num_inputs, dtype=torch.int8), torch.ones(num_outputs, 1))
     matmul = int8_linear.prepare(codes, None, activation_bits=bits).matmul
     for num_rows in (1, 2, 3, 5, 130):

@@ -157,9 +157,9 @@ WITH_UNIT = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 3
 @pytest.mark.parametrize(
     ("dtype", "has_unit", "differing", "expected"),
     [
-        (torch.float32, True, set(), linear.ROW_COUNTS),
-        (torch.float32, True, {1}, linear.ROW_COUNTS[1:]),
-        (torch.bfloat16, False, {1, 2}, linear.ROW_COUNTS[2:]),
+        (torch.float32, True, set(), linear.PADDED_COUNTS),
+        (torch.float32, True, {1}, linear.PADDED_COUNTS[1:]),
+        (torch.bfloat16, False, {1, 2}, linear.PADDED_COUNTS[2:]),
         (torch.bfloat16, False, {64}, tuple(count for count in linear.TILED_COUNTS if count != 64)),
         (torch.bfloat16, True, set(), WITH_UNIT),
         (torch.bfloat16, True, {1, 64}, tuple(count for count in WITH_UNIT if count not in {1, 64})),
@@ -173,10 +173,12 @@ def test_row_counts_with_another_summation_order_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        linear, "_transposed" if has_unit and dtype == torch.bfloat16 else "_packed", differing_in(differing)
+        linear,
+        "_transposed_matmul" if has_unit and dtype == torch.bfloat16 else "_onednn_matmul",
+        differing_in(differing),
     )
     monkeypatch.setattr(linear, "has_matrix_unit", lambda: has_unit)
-    assert linear.choose_packing.__wrapped__(48, 100, dtype, 1) == (expected, dtype)
+    assert linear.choose_matmul.__wrapped__(48, 100, dtype, 1) == (expected, dtype)
 
 
 @pytest.mark.parametrize("milliseconds", [(30, 36, 20, 20), (20, 20, 20, 20)])
@@ -184,7 +186,7 @@ def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
     milliseconds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "TIMED_SHAPE", (64, 64))
-    monkeypatch.setattr(linear, "_packed", differing_in(set()))
+    monkeypatch.setattr(linear, "_onednn_matmul", differing_in(set()))
     monkeypatch.setattr(linear, "_seconds", lambda _, x: milliseconds[len(x) - 1] / 1000)
     slow = tuple(count for count in (1, 2, 3) if milliseconds[count - 1] > 22)
     assert linear.slow_counts.__wrapped__(1) == slow
@@ -192,12 +194,12 @@ def test_few_rows_are_padded_where_large_weights_are_read_slowly_with_them(
     monkeypatch.setattr(linear, "slow_counts", lambda _: slow)
     for cached_bytes, first in ((1 << 20, 1), (0, 1 + len(slow))):
         monkeypatch.setattr(linear, "CACHED_BYTES", cached_bytes)
-        assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1).counts[0] == first
+        assert linear.choose_matmul.__wrapped__(48, 100, torch.bfloat16, 1).counts[0] == first
 
 
 def test_unpacked_matmuls_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for differing, first in ((set[int](), 1), ({1, 2}, 3), ({17}, 32), ({64}, 64)):
-        monkeypatch.setattr(linear, "_plain", differing_in(differing))
+        monkeypatch.setattr(linear, "_torch_matmul", differing_in(differing))
         assert linear.independent_rows.__wrapped__(48, 100, torch.float32, 1) == range(first, 65)
 
 
@@ -208,10 +210,10 @@ def test_fp32_is_used_if_few_row_counts_agree_in_bf16(monkeypatch: pytest.Monkey
     def packed(weight: torch.Tensor, bias: torch.Tensor | None) -> row_counts.Matmul:
         return (in_bf16 if weight.dtype == torch.bfloat16 else in_fp32)(weight, bias)
 
-    monkeypatch.setattr(linear, "_packed", packed)
-    packing = linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1)
-    assert packing == (linear.ROW_COUNTS[1:], torch.float32)
-    monkeypatch.setattr(linear, "choose_packing", lambda *_, **__: packing)
+    monkeypatch.setattr(linear, "_onednn_matmul", packed)
+    choice = linear.choose_matmul.__wrapped__(48, 100, torch.bfloat16, 1)
+    assert choice == (linear.PADDED_COUNTS[1:], torch.float32)
+    monkeypatch.setattr(linear, "choose_matmul", lambda *_, **__: choice)
     weight, x, _ = cancelling(48, 100, 20, torch.bfloat16)
     assert linear.pack(weight) is weight
     result = linear.prepare(weight, None)(x)
@@ -227,9 +229,9 @@ def test_rows_are_multiplied_one_by_one_if_no_row_counts_agree(monkeypatch: pyte
 
         return matmul
 
-    for name in ("_packed", "_transposed", "_plain"):
+    for name in ("_onednn_matmul", "_transposed_matmul", "_torch_matmul"):
         monkeypatch.setattr(linear, name, prepare)
-    assert linear.choose_packing.__wrapped__(48, 100, torch.bfloat16, 1) == ((1,), torch.float32)
+    assert linear.choose_matmul.__wrapped__(48, 100, torch.bfloat16, 1) == ((1,), torch.float32)
     rows = linear.independent_rows.__wrapped__(48, 100, torch.float32, 1)
     assert not rows
     weight, x = torch.eye(4), torch.randn(5, 4)

@@ -164,6 +164,36 @@ async def test_rows_do_not_wait_for_the_next_item() -> None:
     await job.aclose()
 
 
+async def test_closing_ends_a_reader_that_waits_and_starts_no_more_items() -> None:
+    answers = Answers()
+    job = AsyncAnswerIterator(answers.items(10), answers.job(2))
+    reading = asyncio.ensure_future(anext(job))
+    await until(lambda: len(answers.waiting) == 2)
+    await job.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(reading, 30)
+    assert (answers.num_read, answers.num_cancelled, len(answers.waiting)) == (2, 2, 0)
+
+
+def test_closing_ends_a_thread_that_waits_and_starts_no_more_items() -> None:
+    answers = Answers()
+    portal = Portal("test")
+    portal.start()
+    try:
+        job = AnswerIterator(answers.items(10), answers.job(2), portal.call, portal.loop)
+
+        async def close() -> None:
+            await until(lambda: len(answers.waiting) == 2)
+            job.close()
+
+        closing = asyncio.run_coroutine_threadsafe(close(), portal.loop)
+        assert list(job) == []
+        closing.result(30)
+        assert answers.num_read == 2
+    finally:
+        portal.close()
+
+
 @pytest.mark.parametrize("way", ["aclose", "with", "cancel", "drop"])
 async def test_leaving_cancels_items_in_flight_and_the_reading(way: str) -> None:
     answers, is_closed = Answers(), asyncio.Event()
