@@ -37,7 +37,7 @@ PROMPT = [5, 9, 200, 31, 7, 8, 150]
 IS_LINEAR = ("proj.weight", "lm_head.weight")
 
 
-class Int8Format:
+class Int8Format(LinearFormat):
     """Weight [O, D] in int8 with a scale [O] per output, dequantized in each call."""
 
     def empty(self, layer: LinearSpec) -> Tensors:
@@ -57,7 +57,7 @@ class Int8Format:
         return layer.prepared(matmul, lambda: tensors, lambda new: None)
 
 
-class TransposedFormat:
+class TransposedFormat(LinearFormat):
     """Weight [D, O], split along its last dimension. The matmul reads a copy multiplied by 2."""
 
     def empty(self, layer: LinearSpec) -> Tensors:
