@@ -3,8 +3,8 @@
 A CPU without bf16 instructions computes in fp32. Weights of a checkpoint in bf16 or fp16 have at most 11 significant
 bits, so fp16 holds them without rounding if they are multiplied by a power of two. (Only numbers below 2 ** -28 of the
 largest one may be rounded, by at most 2 ** -39 of the largest one.) FBGEMM converts them to fp32 in registers, and
-adds in fp32. Compared with oneDNN's matmul in fp32, weights take half the memory, and a matmul of up to 128 rows half
-the time or less.
+adds in fp32. Compared with oneDNN's matmul in fp32, weights take half the memory. On two cores of Zen 3, a matmul of up
+to 32 rows takes 0.13 to 0.55 of the time, and one of 512 rows 0.8 to 1.0.
 
 FBGEMM adds in another order if it computes one or two rows at a time, which may be the rest of a larger row count. So
 only ``agreeing_counts`` are used.
