@@ -236,6 +236,7 @@ class Swaps(Layer):
         super().finish_loading()
         if self._tied is not None:
             head, table = self._tied
+            table.open_for_loading()  # its weight may have changed: the module loads it, not the table
             head.function = partial(_on_rows, table.as_head())
 
 
