@@ -1,10 +1,11 @@
 """Matmul in fp32 with a weight in 16 bits, on a CPU: x [T, I], weight [O, I], bias [O] -> [T, O].
 
 A CPU without bf16 instructions computes in fp32. Weights of a checkpoint in bf16 or fp16 have at most 11 significant
-bits, so fp16 holds them without rounding if they are multiplied by a power of two. (Only numbers below 2 ** -28 of the
-largest one may be rounded, by at most 2 ** -39 of the largest one.) FBGEMM converts them to fp32 in registers, and
-adds in fp32. Compared with oneDNN's matmul in fp32, weights take half the memory. On two cores of Zen 3, a matmul of up
-to 32 rows takes 0.13 to 0.55 of the time, and one of 512 rows 0.8 to 1.0.
+bits, so fp16 holds them without rounding if each output is multiplied by a power of two. Only numbers below 2 ** -28 of
+the largest one of their output may be rounded, by at most 2 ** -39 of it, which is less than the rounding of the sums
+in fp32. FBGEMM converts weights to fp32 in registers, and adds in fp32. Compared with oneDNN's matmul in fp32, weights
+take half the memory. On two cores of Zen 3, a matmul of up to 32 rows takes 0.13 to 0.55 of the time, and one of 512
+rows 0.8 to 1.0.
 
 FBGEMM adds in another order if it computes one or two rows at a time, which may be the rest of a larger row count. So
 only ``agreeing_counts`` are used.
@@ -12,9 +13,10 @@ only ``agreeing_counts`` are used.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
-from typing import Any, Final
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from threading import BoundedSemaphore
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,64 +32,66 @@ TRIED_COUNTS: Final = (
 """Row counts that are tried with each shape of weights. With AVX2, FBGEMM computes 6 rows at a time."""
 MIN_LARGEST_COUNT: Final = 32
 """If the largest usable row count is smaller, oneDNN's matmul is used."""
-UNUSED_BITS: Final = (1 << 13) - 1
-"""The bits of a number in fp32 that are 0 if it has at most 11 significant bits."""
 MAX_EXPONENT: Final = 15
 """fp16 holds numbers below 2 ** 15."""
+MAX_FACTOR_EXPONENT: Final = 126
+"""Powers of two up to this one, and their reciprocals, are normal numbers of fp32."""
+MAX_ROUNDED: Final = 1e-4
+"""A larger share of rounded numbers means that the weight has more than 16 bits."""
 
 
-class HalfWeight:
-    """A weight [O, I] in fp16, in FBGEMM's layout. Threads pack it, and the first matmul waits for them.
-
-    Until then, the plain weight must not change.
+class HalfWeight(NamedTuple):
+    """A weight [O, I] in fp16.
 
     Attributes:
-        factor: the power of two by which the numbers in fp16 are multiplied.
+        blocks: weights in FBGEMM's layout, of ``MAX_OUTPUTS`` outputs each, which threads pack.
+        factors: [O], the powers of two by which the numbers in fp16 are multiplied.
         counts: the row counts that give the same bits, ascending.
-        blocks: the packed weights of ``MAX_OUTPUTS`` outputs each.
+        rounded: the indices of rounded numbers [N, 2], and these numbers [N] fp32.
     """
 
-    def __init__(self, weight: Tensor, counts: tuple[int, ...] = ()) -> None:
-        """weight: [O, I] fp32, finite."""
-        exponent = MAX_EXPONENT - int(torch.frexp(_largest(weight)).exponent)
-        self.factor = 2.0**-exponent
-        self.counts = counts
-        self._packed = [_threads().submit(_pack, block, 2.0**exponent) for block in weight.split(MAX_OUTPUTS)]
-
-    @cached_property
-    def blocks(self) -> list[Any]:
-        return [block.result() for block in self._packed]
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """[T, I] -> [T, O], divided by ``factor``."""
-        outputs = [torch.ops.quantized.linear_dynamic_fp16(x, block) for block in self.blocks]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    blocks: list[Future[Any]]
+    factors: Tensor
+    counts: tuple[int, ...]
+    rounded: tuple[Tensor, Tensor]
 
     def restore(self) -> Tensor:
         """Return the weight [O, I] in fp32."""
-        return torch.cat([torch.ops.quantized.linear_unpack_fp16(block)[0] for block in self.blocks]).mul_(self.factor)
+        weight = torch.cat([torch.ops.quantized.linear_unpack_fp16(block.result())[0] for block in self.blocks])
+        weight.mul_(self.factors.unsqueeze(1))
+        indices, numbers = self.rounded
+        weight[indices[:, 0], indices[:, 1]] = numbers
+        return weight
 
 
-def _pack(weight: Tensor, factor: float) -> Any:
-    return torch.ops.quantized.linear_prepack_fp16(weight * factor, None)
+class _Packer:
+    """Threads that pack weights. FBGEMM packs a weight in one thread, 90 million numbers per second."""
+
+    def __init__(self) -> None:
+        num_threads = torch.get_num_threads()
+        self._threads = ThreadPoolExecutor(num_threads, "pack-weights")
+        self._slots = BoundedSemaphore(2 * num_threads)  # limits the memory of weights that wait
+
+    def submit(self, weight: Tensor) -> Future[Any]:
+        """Pack a weight [O, I] of numbers that fp16 holds, fp32."""
+        self._slots.acquire()
+        future = self._threads.submit(torch.ops.quantized.linear_prepack_fp16, weight, None)
+        future.add_done_callback(lambda _: self._slots.release())
+        return future
+
+    def finish(self) -> None:
+        self._threads.shutdown()
 
 
 @lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads that pack weights. FBGEMM packs a weight in one thread, 90 million numbers per second."""
-    return ThreadPoolExecutor(torch.get_num_threads(), "pack-weights")
+def _packer() -> _Packer:
+    return _Packer()
 
 
 def finish_packing() -> None:
-    """Wait until all weights are packed, so that their memory in fp32 is free. End the threads."""
-    _threads().shutdown()
-    _threads.cache_clear()
-
-
-def _largest(weight: Tensor) -> Tensor:
-    """Return the largest absolute value [] of a weight [O, I]."""
-    low, high = torch.aminmax(weight)
-    return torch.maximum(-low, high)
+    """Wait until all weights are packed, and end the threads."""
+    _packer().finish()
+    _packer.cache_clear()
 
 
 def is_available() -> bool:
@@ -96,19 +100,37 @@ def is_available() -> bool:
 
 
 def pack(weight: Tensor) -> HalfWeight | None:
-    """Return the weight [O, I] in 16 bits. None: this would change its values, or FBGEMM cannot compute it here."""
-    if weight.dtype != torch.float32 or not is_available() or not _fits_fp16(weight):
+    """Return the weight [O, I] in 16 bits. None: it needs more bits, or FBGEMM cannot compute it here."""
+    if weight.dtype != torch.float32 or not is_available():
         return None
-    sizes = {len(block) for block in weight.split(MAX_OUTPUTS)}
-    tried = [agreeing_counts(size, weight.shape[1], torch.get_num_threads()) for size in sizes]
-    counts = tuple(count for count in tried[0] if all(count in others for others in tried[1:]))
-    return HalfWeight(weight, counts) if counts and counts[-1] >= MIN_LARGEST_COUNT else None
+    blocks: list[Future[Any]] = []
+    factors, rounded, counts = [], [], []
+    for first, block in zip(range(0, len(weight), MAX_OUTPUTS), weight.split(MAX_OUTPUTS), strict=True):
+        scaled, factor = _scaled(block)
+        is_rounded = scaled.half().float() != scaled
+        indices = is_rounded.nonzero()
+        if len(indices) > MAX_ROUNDED * block.numel() or not scaled.isfinite().all():
+            return None
+        counts.append(agreeing_counts(*block.shape, torch.get_num_threads()))
+        blocks.append(_packer().submit(scaled))
+        factors.append(factor)
+        rounded.append((indices + torch.tensor([first, 0]), block[is_rounded]))
+    usable = tuple(count for count in counts[0] if all(count in others for others in counts))
+    if not usable or usable[-1] < MIN_LARGEST_COUNT:
+        return None
+    indices, numbers = (torch.cat(parts) for parts in zip(*rounded, strict=True))
+    return HalfWeight(blocks, torch.cat(factors), usable, (indices, numbers))
 
 
-def _fits_fp16(weight: Tensor) -> bool:
-    """Return whether all numbers of a weight [O, I] are finite and have at most 11 significant bits."""
-    blocks = weight.contiguous().view(torch.int32).split(MAX_OUTPUTS)
-    return not any((block & UNUSED_BITS).any() for block in blocks) and bool(_largest(weight).isfinite())
+def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [O, I] divided by powers of two, so that fp16 holds the largest number of each output, and these
+    powers [O].
+    """
+    low, high = torch.aminmax(weight, dim=1)
+    exponents = MAX_EXPONENT - torch.frexp(torch.maximum(-low, high)).exponent
+    exponents = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
+    factors, reciprocals = (((sign * exponents + 127) << 23).view(torch.float32) for sign in (1, -1))  # their bits
+    return weight * factors.unsqueeze(1), reciprocals
 
 
 @lru_cache(maxsize=256)
@@ -118,16 +140,26 @@ def agreeing_counts(out_features: int, in_features: int, num_threads: int) -> tu
     num_threads: only part of the cache key, because the trials depend on it.
     """
     trial = Trial(out_features, in_features, torch.float32)
-    agrees = trial.agreement_test(HalfWeight(trial.weight).matmul, COMMON_ROWS)
+    packed = torch.ops.quantized.linear_prepack_fp16(trial.weight, None)
+    agrees = trial.agreement_test(lambda x: multiply(x, [packed]), COMMON_ROWS)
     return tuple(count for count in TRIED_COUNTS if count * out_features <= MAX_TRIED_ELEMENTS and agrees(count))
+
+
+def multiply(x: Tensor, blocks: list[Any]) -> Tensor:
+    """Multiply x [T, I] with the packed weights of all outputs -> [T, O]."""
+    outputs = [torch.ops.quantized.linear_dynamic_fp16(x, block) for block in blocks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def prepare(weight: HalfWeight, bias: Tensor | None) -> Matmul:
     """Return the matmul [T, I] -> [T, O] with bias [O] fp32."""
+    factors, blocks = weight.factors, list[Any]()
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        result = weight.matmul(x)
-        return result.mul_(weight.factor) if bias is None else torch.add(bias, result, alpha=weight.factor)
+        if not blocks:
+            blocks.extend(block.result() for block in weight.blocks)
+        result = multiply(x, blocks)
+        return result.mul_(factors) if bias is None else torch.addcmul(bias, result, factors)
 
     return in_pieces(matmul, weight.counts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -224,7 +222,7 @@ class WeightLoader:
         self._model.open_for_loading("", {layer_of(name)})
         rows = self._model.weights()[name].tensor[:num_rows]
         numbers = (rows.float() if rows.is_floating_point() else rows).tolist()
-        self._model.finish_loading()
+        weights.finish(self._model)
         return json.dumps(numbers)
 
     def _join(self, arguments: Mapping[str, Argument]) -> None:
@@ -286,7 +284,7 @@ class WeightLoader:
             if self._runner.has_graphs:
                 self._runner.drop_graphs()
                 self._lacks_graphs = True
-            _free_unused_memory()
+            weights.free_unused_memory()
         self._released |= tags
         self._facts["lacks_memory"] = True
 
@@ -331,7 +329,7 @@ class WeightLoader:
         """Replace weights, in place where the kernels read them as loaded."""
         self._model.open_for_loading("", {layer_of(name) for name in new.names})
         new.write(self._model.weights())
-        self._model.finish_loading()
+        weights.finish(self._model)
         self._runner.forget_features()
         if self._ranks is not None:
             self._ranks.all_reduce_min(0)  # all have read the files, which may be removed after the reply
@@ -405,14 +403,6 @@ def _reply_to(call: Callable[[Mapping[str, Argument]], str | None], control: Con
         return Reply(control.call_id, True, data=call(control.arguments) or "")
     except _RefusedError as refusal:
         return Reply(control.call_id, False, str(refusal), data=refusal.data)
-
-
-def _free_unused_memory() -> None:
-    """Give the unused memory that allocators keep for this process back to the system."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing without a GPU
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def _update_of(arguments: Mapping[str, Argument]) -> int:

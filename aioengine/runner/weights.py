@@ -7,11 +7,13 @@
 2. ``checked_entries`` reads the headers of the files, and returns the entries: where each tensor is in the files. The
    names, shapes and dtypes of all entries must match the targets.
 3. ``read`` copies or quantizes each tensor into its target, with several threads (``weight_reading``).
-4. ``model.finish_loading()`` converts the parameters to the form that the kernels read.
+4. ``finish`` converts the parameters to the form that the kernels read.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import zlib
 from collections.abc import Mapping
@@ -59,10 +61,29 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
             finite, or have a wrong shape or dtype. The message names them.
     """
     num_bytes = _fill(model, folder, load_format=load_format, seed=seed, report=report)
-    model.finish_loading()  # this function has no references to parameters, so converted parameters are freed
-    half_linear.finish_packing()
+    finish(model)  # this function has no references to parameters, so converted parameters are freed
     torch.cuda.empty_cache()  # frees memory in which readers converted weights; without a GPU, does nothing
     return num_bytes
+
+
+def finish(model: Model) -> None:
+    """Convert loaded weights to the form that the kernels read. On a CPU, give the memory of others to the system."""
+    model.finish_loading()
+    if model.device.type == "cpu":
+        half_linear.finish_packing()
+        _trim_heap()
+
+
+def free_unused_memory() -> None:
+    """Give the unused memory that allocators keep for this process back to the system."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    _trim_heap()
+
+
+def _trim_heap() -> None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _fill(model: Model, folder: Path, *, load_format: str, seed: int, report: Report) -> int:

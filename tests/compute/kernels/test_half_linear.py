@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,8 +49,33 @@ def test_weights_that_fp16_does_not_hold_stay_in_fp32() -> None:
     weight[3, 5] = 1 / 3
     assert half_linear.pack(weight) is None
     assert linear.pack(weight).is_mkldnn  # type: ignore[union-attr]
-    weight[3, 5] = torch.inf
-    assert half_linear.pack(weight) is None
+    for number in (torch.inf, -torch.inf, torch.nan):
+        weight[3, 5] = number
+        assert half_linear.pack(weight) is None
+    torch.manual_seed(0)
+    few = random_weight(200, 100)
+    few[3, 5] = 1 / 3  # a number that is rounded
+    packed = half_linear.pack(few)
+    assert packed is not None
+    assert torch.equal(packed.restore(), few)
+
+
+@pytest.mark.parametrize("power", [-140, -126, -115, -60, 0, 60, 110])
+def test_outputs_of_any_magnitude_are_exact(power: int) -> None:
+    """Also beside outputs with much larger weights, and numbers that fp16 cannot hold beside the largest one."""
+    torch.manual_seed(0)
+    weight = random_weight(64, 256)
+    weight[5] = weight[4] * 2.0**-60
+    weight[7, 9] = weight[7, 8] * 2.0**-50
+    weight[3] = torch.randn(256).mul_(0.1).bfloat16().double().mul_(2.0**power).float()
+    packed = half_linear.pack(weight)
+    assert packed is not None
+    assert torch.equal(packed.restore(), weight)
+    x = torch.randn(9, 256)
+    result, expected = half_linear.prepare(packed, None)(x).double(), x.double() @ weight.double().t()
+    errors = (result - expected).abs().amax(0) / expected.abs().amax(0)
+    assert errors[[0, 4, 5, 7]].max() < 1e-5
+    assert errors[3] < (1e-5 if power >= -120 else 1e-2)  # other results are subnormal numbers
 
 
 def test_weight_of_zeros_gives_zeros() -> None:
@@ -60,15 +87,15 @@ def test_weight_of_zeros_gives_zeros() -> None:
 def test_row_counts_are_those_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """A matmul that adds in another order for some row counts never computes these."""
     half_linear.agreeing_counts.cache_clear()
-    plain = HalfWeight.matmul
+    plain = half_linear.multiply
 
-    def matmul(self: HalfWeight, x: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor, blocks: list[Any]) -> torch.Tensor:
         half = x.shape[1] // 2
         left, right = x.clone(), x.clone()
         left[:, half:], right[:, :half] = 0, 0
-        return plain(self, left) + plain(self, right) if len(x) in {1, 5, 64} else plain(self, x)
+        return plain(left, blocks) + plain(right, blocks) if len(x) in {1, 5, 64} else plain(x, blocks)
 
-    monkeypatch.setattr(HalfWeight, "matmul", matmul)
+    monkeypatch.setattr(half_linear, "multiply", multiply)
     counts = half_linear.agreeing_counts(128, 256, torch.get_num_threads())
     half_linear.agreeing_counts.cache_clear()
     assert counts
