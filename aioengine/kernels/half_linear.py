@@ -14,7 +14,7 @@ only ``agreeing_counts`` are used.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from threading import BoundedSemaphore
 from typing import Any, Final, NamedTuple
 
@@ -36,32 +36,62 @@ MAX_EXPONENT: Final = 15
 """fp16 holds numbers below 2 ** 15."""
 MAX_FACTOR_EXPONENT: Final = 126
 """Powers of two up to this one, and their reciprocals, are normal numbers of fp32."""
-MAX_ROUNDED: Final = 1e-4
-"""A larger share of rounded numbers means that the weight has more than 16 bits."""
+CACHED_OUTPUTS: Final = 256
+"""Outputs that are checked at a time. Their weights fit the cache."""
+UNUSED_BITS: Final = (1 << 13) - 1
+"""The bits of a number in fp32 that are 0 if it has at most 11 significant bits."""
+
+
+class PackedBlock(NamedTuple):
+    """The weights of up to ``MAX_OUTPUTS`` outputs, in fp16.
+
+    Attributes:
+        weight: in FBGEMM's layout.
+        factors: [O], the powers of two by which the numbers in fp16 are multiplied.
+        rounded: the indices of outputs with a rounded number [R], and their weights [R, I] fp32.
+    """
+
+    weight: Any
+    factors: Tensor
+    rounded: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PackedBlock:
+        """Pack a weight [O, I] fp32."""
+        low, high = torch.aminmax(weight, dim=1)
+        exponents = MAX_EXPONENT - torch.frexp(torch.maximum(-low, high)).exponent
+        exponents = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
+        factors, reciprocals = (((sign * exponents + 127) << 23).view(torch.float32) for sign in (1, -1))  # their bits
+        scaled, is_rounded = torch.empty_like(weight), torch.zeros(len(weight), dtype=torch.bool)
+        for rows in torch.arange(len(weight)).split(CACHED_OUTPUTS):
+            part = slice(rows[0], rows[-1] + 1)
+            torch.mul(weight[part], factors[part, None], out=scaled[part])
+            is_rounded[part] = (scaled[part].half() != scaled[part]).any(1)
+        [outputs] = is_rounded.nonzero(as_tuple=True)
+        packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+        return cls(packed, reciprocals, (outputs, weight[outputs]))
+
+    def restore(self) -> Tensor:
+        """Return the weight [O, I] in fp32."""
+        weight = torch.ops.quantized.linear_unpack_fp16(self.weight)[0].mul_(self.factors.unsqueeze(1))
+        outputs, exact = self.rounded
+        return weight.index_copy_(0, outputs, exact)
 
 
 class HalfWeight(NamedTuple):
     """A weight [O, I] in fp16.
 
     Attributes:
-        blocks: weights in FBGEMM's layout, of ``MAX_OUTPUTS`` outputs each, which threads pack.
-        factors: [O], the powers of two by which the numbers in fp16 are multiplied.
+        blocks: its blocks, which threads pack.
         counts: the row counts that give the same bits, ascending.
-        rounded: the indices of rounded numbers [N, 2], and these numbers [N] fp32.
     """
 
-    blocks: list[Future[Any]]
-    factors: Tensor
+    blocks: list[Future[PackedBlock]]
     counts: tuple[int, ...]
-    rounded: tuple[Tensor, Tensor]
 
     def restore(self) -> Tensor:
         """Return the weight [O, I] in fp32."""
-        weight = torch.cat([torch.ops.quantized.linear_unpack_fp16(block.result())[0] for block in self.blocks])
-        weight.mul_(self.factors.unsqueeze(1))
-        indices, numbers = self.rounded
-        weight[indices[:, 0], indices[:, 1]] = numbers
-        return weight
+        return torch.cat([block.result().restore() for block in self.blocks])
 
 
 class _Packer:
@@ -72,10 +102,10 @@ class _Packer:
         self._threads = ThreadPoolExecutor(num_threads, "pack-weights")
         self._slots = BoundedSemaphore(2 * num_threads)  # limits the memory of weights that wait
 
-    def submit(self, weight: Tensor) -> Future[Any]:
-        """Pack a weight [O, I] of numbers that fp16 holds, fp32."""
+    def submit(self, weight: Tensor) -> Future[PackedBlock]:
+        """Pack a weight [O, I]."""
         self._slots.acquire()
-        future = self._threads.submit(torch.ops.quantized.linear_prepack_fp16, weight, None)
+        future = self._threads.submit(PackedBlock.of, weight)
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
@@ -101,36 +131,22 @@ def is_available() -> bool:
 
 def pack(weight: Tensor) -> HalfWeight | None:
     """Return the weight [O, I] in 16 bits. None: it needs more bits, or FBGEMM cannot compute it here."""
-    if weight.dtype != torch.float32 or not is_available():
+    if weight.dtype != torch.float32 or not is_available() or not _has_16_bits(weight):
         return None
-    blocks: list[Future[Any]] = []
-    factors, rounded, counts = [], [], []
-    for first, block in zip(range(0, len(weight), MAX_OUTPUTS), weight.split(MAX_OUTPUTS), strict=True):
-        scaled, factor = _scaled(block)
-        is_rounded = scaled.half().float() != scaled
-        indices = is_rounded.nonzero()
-        if len(indices) > MAX_ROUNDED * block.numel() or not scaled.isfinite().all():
-            return None
-        counts.append(agreeing_counts(*block.shape, torch.get_num_threads()))
-        blocks.append(_packer().submit(scaled))
-        factors.append(factor)
-        rounded.append((indices + torch.tensor([first, 0]), block[is_rounded]))
+    blocks = weight.split(MAX_OUTPUTS)
+    counts = [agreeing_counts(*block.shape, torch.get_num_threads()) for block in blocks]
     usable = tuple(count for count in counts[0] if all(count in others for others in counts))
     if not usable or usable[-1] < MIN_LARGEST_COUNT:
         return None
-    indices, numbers = (torch.cat(parts) for parts in zip(*rounded, strict=True))
-    return HalfWeight(blocks, torch.cat(factors), usable, (indices, numbers))
+    return HalfWeight([_packer().submit(block) for block in blocks], usable)
 
 
-def _scaled(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight [O, I] divided by powers of two, so that fp16 holds the largest number of each output, and these
-    powers [O].
-    """
-    low, high = torch.aminmax(weight, dim=1)
-    exponents = MAX_EXPONENT - torch.frexp(torch.maximum(-low, high)).exponent
-    exponents = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
-    factors, reciprocals = (((sign * exponents + 127) << 23).view(torch.float32) for sign in (1, -1))  # their bits
-    return weight * factors.unsqueeze(1), reciprocals
+def _has_16_bits(weight: Tensor) -> bool:
+    """Return whether all numbers of a weight [O, I] are finite and have at most 11 significant bits."""
+    blocks = weight.contiguous().view(torch.int32).split(CACHED_OUTPUTS)
+    return not any((block & UNUSED_BITS).any() for block in blocks) and bool(
+        torch.stack(weight.aminmax()).isfinite().all()
+    )
 
 
 @lru_cache(maxsize=256)
@@ -153,13 +169,17 @@ def multiply(x: Tensor, blocks: list[Any]) -> Tensor:
 
 def prepare(weight: HalfWeight, bias: Tensor | None) -> Matmul:
     """Return the matmul [T, I] -> [T, O] with bias [O] fp32."""
-    factors, blocks = weight.factors, list[Any]()
+
+    @cache
+    def packed() -> tuple[list[Any], Tensor]:
+        """Return the packed weights, and the factors [O]."""
+        blocks = [block.result() for block in weight.blocks]
+        return [block.weight for block in blocks], torch.cat([block.factors for block in blocks])
 
     def matmul(x: Tensor) -> Tensor:
         """[T, I] -> [T, O]."""
-        if not blocks:
-            blocks.extend(block.result() for block in weight.blocks)
-        result = multiply(x, blocks)
+        weights, factors = packed()
+        result = multiply(x, weights)
         return result.mul_(factors) if bias is None else torch.addcmul(bias, result, factors)
 
     return in_pieces(matmul, weight.counts)

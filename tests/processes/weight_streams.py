@@ -48,14 +48,17 @@ async def collect(stream: Any) -> Any:
     """Return the chunks of a stream as one answer. Each chunk must have the version of its last token."""
     ids: list[int] = []
     logprobs: list[Any] = []
-    versions: list[str] = []
+    versions: list[tuple[int, str]] = []
     info: Any = {}
     async for chunk in stream:
         info = chunk["meta_info"]
         ids += chunk["output_ids"]
         logprobs += info.get("output_token_logprobs", [])
-        versions += [info["weight_version"]] * len(chunk["output_ids"])
-    assert versions == [version for version, start, stop in info["weight_versions"] for _ in range(start, stop)]
+        if chunk["output_ids"]:
+            versions.append((len(ids) - 1, info["weight_version"]))
+    by_token = [version for version, start, stop in info["weight_versions"] for _ in range(start, stop)]
+    assert len(by_token) == len(ids)
+    assert versions == [(last, by_token[last]) for last, _ in versions]
     return {"output_ids": ids, "meta_info": {**info, "output_token_logprobs": logprobs}}
 
 
