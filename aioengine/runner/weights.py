@@ -67,11 +67,10 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
 
 
 def finish(model: Model) -> None:
-    """Convert loaded weights to the form that the kernels read. On a CPU, give the memory of others to the system."""
+    """Convert loaded weights to the form that the kernels read, and give the memory of the others to the system."""
     model.finish_loading()
-    if model.device.type == "cpu":
-        half_linear.finish_packing()
-        _trim_heap()
+    half_linear.finish_packing()
+    _trim_heap()
 
 
 def free_unused_memory() -> None:
