@@ -61,7 +61,8 @@ class PackedBlock(NamedTuple):
         low, high = torch.aminmax(weight, dim=1)
         exponents = MAX_EXPONENT - torch.frexp(torch.maximum(-low, high)).exponent
         exponents = exponents.clamp(-MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT)
-        factors, reciprocals = (((sign * exponents + 127) << 23).view(torch.float32) for sign in (1, -1))  # their bits
+        # the bits of powers of two in fp32
+        factors, reciprocals = (((sign * exponents + 127) << 23).view(torch.float32) for sign in (1, -1))
         scaled, is_rounded = torch.empty_like(weight), torch.zeros(len(weight), dtype=torch.bool)
         for rows in torch.arange(len(weight)).split(CACHED_OUTPUTS):
             part = slice(rows[0], rows[-1] + 1)
@@ -144,9 +145,9 @@ def pack(weight: Tensor) -> HalfWeight | None:
 def _has_16_bits(weight: Tensor) -> bool:
     """Return whether all numbers of a weight [O, I] are finite and have at most 11 significant bits."""
     blocks = weight.contiguous().view(torch.int32).split(CACHED_OUTPUTS)
-    return not any((block & UNUSED_BITS).any() for block in blocks) and bool(
-        torch.stack(weight.aminmax()).isfinite().all()
-    )
+    if any((block & UNUSED_BITS).any() for block in blocks):
+        return False
+    return bool(torch.stack(weight.aminmax()).isfinite().all())
 
 
 @lru_cache(maxsize=256)

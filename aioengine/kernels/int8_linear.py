@@ -1,8 +1,9 @@
 """Matmul of int8 weights with activations that are quantized per token: x [T, I] -> [T, O].
 
-Activations become integers of 8 bits, or of 14 or 16 bits on a CPU. Integers that one int8 number cannot hold, or not
-exactly multiply, are split: x = scale (2 ** bits high + low), and the parts are multiplied as 2 T rows. With 14 bits, a
-result differs from the product in fp32 by about 0.0001 of its size, with 16 bits by about 0.00003.
+Activations become integers of 8 bits, or of 14 or 16 bits on a CPU. Integers with more bits than oneDNN multiplies
+exactly (``part_bits``) are split into two parts: x = scale (2 ** bits high + low). The parts are multiplied as 2 T
+rows. With 14 bits, a result differs from the product in fp32 by about 0.0001 of its size, with 16 bits by about
+0.00003.
 
 A row has the same bits for every T. On a CPU, oneDNN adds the products of integers exactly: with VNNI or AMX those of 8
 bits. On other CPUs its sums of two products have 16 bits. These hold products of activations of 7 bits (``part_bits``).
@@ -116,7 +117,7 @@ def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def part_bits() -> int:
-    """Return how many bits activations may have so that oneDNN's sums are exact on this CPU: 8 or 7. 0: it has none."""
+    """Return how many bits activations may have so that oneDNN's sums are exact on this CPU: 8 or 7. 0: no oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return 0
     weight = torch.tensor([[127, -128], [127, 127]], dtype=torch.int8).repeat(8, 64)

@@ -67,7 +67,7 @@ def load(model: Model, folder: Path, *, load_format: str, seed: int, report: Rep
 
 
 def finish(model: Model) -> None:
-    """Convert loaded weights to the form that the kernels read, and give the memory of the others to the system."""
+    """Convert loaded weights to the form that the kernels read, and give freed memory back to the system."""
     model.finish_loading()
     half_linear.finish_packing()
     _trim_heap()
