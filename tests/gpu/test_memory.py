@@ -1,8 +1,12 @@
-"""If the memory of a GPU is too small, the start fails with a clear error."""
+"""Memory of a whole GPU: too little is a clear error of the start, and released memory is free for other processes.
+
+Other tests on the same GPU would change the numbers, so run this file alone.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +18,7 @@ from aioengine.scheduler.core import SchedulerCore
 from aioengine.scheduler.scheduler import Scheduler
 from aioengine.settings.config import MemorySettings, Settings
 from tests.compute.runner_world import make_settings, save_model
+from tests.gpu import test_live_weights
 
 HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
 
@@ -97,3 +102,15 @@ def test_device_info_has_the_memory(settings: Settings) -> None:
     assert int(runner.facts["free_bytes"]) < int(runner.facts["total_bytes"])
     assert {"torch_version", "triton_version"} <= runner.facts.keys()
     runner.close()
+
+
+@pytest.mark.process
+async def test_released_memory_is_free(tmp_path: Path) -> None:
+    folder = test_live_weights.save(tmp_path, 0.1)
+    async with test_live_weights.engine_of(folder, enable_memory_saver=True) as engine:
+        memory: Any = (await engine.get_server_info())["memory"]
+        before = torch.cuda.mem_get_info()[0]
+        await engine.release_memory_occupation("kv_cache")
+        assert torch.cuda.mem_get_info()[0] - before > 0.9 * memory["kv_pool_bytes"]
+        await engine.release_memory_occupation()
+        assert torch.cuda.mem_get_info()[0] - before > 0.9 * (memory["kv_pool_bytes"] + memory["weights_bytes"])
