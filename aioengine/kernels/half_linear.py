@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
-from threading import BoundedSemaphore
+from threading import Lock, Semaphore
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class HalfWeight(NamedTuple):
     """A weight [O, I] in fp16.
 
     Attributes:
-        blocks: its blocks, which threads pack.
+        blocks: futures of its blocks, in the order of the outputs.
         counts: the row counts that give the same bits, ascending.
     """
 
@@ -101,7 +101,7 @@ class _Packer:
     def __init__(self) -> None:
         num_threads = torch.get_num_threads()
         self._threads = ThreadPoolExecutor(num_threads, "pack-weights")
-        self._slots = BoundedSemaphore(2 * num_threads)  # limits the memory of weights that wait
+        self._slots = Semaphore(2 * num_threads)  # limits the memory of weights that wait
 
     def submit(self, weight: Tensor) -> Future[PackedBlock]:
         """Pack a weight [O, I]."""
@@ -114,19 +114,30 @@ class _Packer:
         self._threads.shutdown()
 
 
-@lru_cache(maxsize=1)
+@cache
 def _packer() -> _Packer:
     return _Packer()
 
 
+_packer_lock = Lock()
+"""Adapters are read, and so packed, in other threads, also while ``finish_packing`` runs."""
+
+
+def _pack(weight: Tensor) -> Future[PackedBlock]:
+    with _packer_lock:
+        return _packer().submit(weight)
+
+
 def finish_packing() -> None:
     """Wait until all weights are packed, and end the threads."""
-    _packer().finish()
-    _packer.cache_clear()
+    with _packer_lock:
+        packer = _packer()
+        _packer.cache_clear()
+    packer.finish()
 
 
 def is_available() -> bool:
-    """Return whether torch has FBGEMM for this CPU, which must have AVX2."""
+    """Return whether torch can use FBGEMM on this CPU. It needs AVX2."""
     return torch.backends.quantized.engine in {"x86", "fbgemm"}
 
 
@@ -139,7 +150,7 @@ def pack(weight: Tensor) -> HalfWeight | None:
     usable = tuple(count for count in counts[0] if all(count in others for others in counts))
     if not usable or usable[-1] < MIN_LARGEST_COUNT:
         return None
-    return HalfWeight([_packer().submit(block) for block in blocks], usable)
+    return HalfWeight(list(map(_pack, blocks)), usable)
 
 
 def _has_16_bits(weight: Tensor) -> bool:

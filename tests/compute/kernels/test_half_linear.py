@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
 from aioengine.kernels import half_linear, linear
-from aioengine.kernels.half_linear import HalfWeight
+from aioengine.kernels.half_linear import HalfWeight, PackedBlock
+from tests.kit.waiting import wait_until
 
 NUM_ROWS = (*range(1, 40), 63, 64, 65, 100, 121, 128, 200, 299, 513)
 
@@ -95,3 +98,27 @@ def test_row_counts_are_those_that_agree(monkeypatch: pytest.MonkeyPatch) -> Non
     half_linear.agreeing_counts.cache_clear()
     assert counts
     assert not {1, 5, 64} & {*counts}
+
+
+def test_weights_are_packed_while_another_thread_waits_for_the_end_of_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter may be read while the weights of the model are being updated."""
+    can_pack, pack_block = Event(), PackedBlock.of
+
+    def pack_later(weight: torch.Tensor) -> PackedBlock:
+        assert can_pack.wait(60)
+        return pack_block(weight)
+
+    monkeypatch.setattr(PackedBlock, "of", pack_later)
+    weights = [random_weight(20, 24), random_weight(20, 24)]
+    first = linear.pack(weights[0])
+    with ThreadPoolExecutor() as threads:
+        end = threads.submit(half_linear.finish_packing)
+        assert wait_until(lambda: half_linear._packer.cache_info().currsize == 0)
+        second = linear.pack(weights[1])
+        assert not end.done()
+        can_pack.set()
+        end.result()
+    for packed, weight in zip((first, second), weights, strict=True):
+        assert isinstance(packed, HalfWeight)
+        assert torch.equal(linear.unpack(packed), weight)
+    half_linear.finish_packing()
