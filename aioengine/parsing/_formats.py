@@ -35,6 +35,7 @@ _REASONING_MARKS: Final = {
     "think": ("</think>",),
     "mistral_think": (r"\[THINK\]",),
 }
+"""Reasoning parser -> patterns, as in ``_TOOL_MARKS``."""
 
 
 def output_format(
@@ -174,7 +175,8 @@ def _refusal(answer: str) -> ValueError | None:
 def _name_of(choice: ToolChoice) -> str | None:
     """Return the name of the function that the model must call, or None. Raises ValueError for a wrong choice."""
     if isinstance(choice, Mapping):
-        name = (choice.get("function") or choice).get("name")
+        function: Any = choice.get("function") or choice
+        name = function.get("name") if isinstance(function, Mapping) else None
         if isinstance(name, str):
             return name
     elif choice in ("auto", "none", "required"):

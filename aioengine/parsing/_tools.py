@@ -57,7 +57,7 @@ class ToolCallFormat(Protocol):
     answer_begin: ClassVar[str | None] = None
 
     def read(self, reader: TextReader, tools: Sequence[Tool]) -> Steps[None]:
-        """Read an answer to the end of the text, and give out its content and its tool calls."""
+        """Read an answer to the end of the text, and emit its content and its tool calls."""
         ...
 
     def format_of(self, tools: Sequence[Tool], *, is_required: bool, is_parallel: bool) -> Format:
@@ -132,13 +132,14 @@ def tools_of(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
         ValueError: a tool has no name, or its parameters are not the schema of an object.
         UnsupportedSchemaError: the schema of a strict function cannot be enforced.
     """
-    return [_tool_of(i, cast("Json", tool.get("function", tool))) for i, tool in enumerate(tools)]
+    return [_tool_of(i, tool) for i, tool in enumerate(tools)]
 
 
-def _tool_of(number: int, function: Json) -> Tool:
-    name = function.get("name")
+def _tool_of(number: int, tool: Any) -> Tool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise ValueError(f"tools[{number}] must have a function with a name, got {checks.shown(function)}")
+        raise ValueError(f"tools[{number}] must have a function with a name, got {checks.shown(tool)}")
     parameters = function.get("parameters") or {"additionalProperties": False}
     try:
         schema: Json = _without_texts({"type": "object", **parameters}) if isinstance(parameters, Mapping) else {}

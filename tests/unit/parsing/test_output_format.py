@@ -222,6 +222,11 @@ def test_wrong_choices_and_tools_are_refused() -> None:
         form.sampling_params([], tool_choice="required")
     with pytest.raises(ValueError, match=r"tools\[1\] must have a function with a name"):
         form.sampling_params([TIME, {"type": "function", "function": {}}])
+    for tool in ({"type": "function", "function": None}, "get_time", None):
+        with pytest.raises(ValueError, match=r"tools\[0\] must have a function with a name"):
+            form.sampling_params([tool])
+    with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
+        form.sampling_params(TOOLS, tool_choice={"type": "function", "function": "get_time"})
     with pytest.raises(ValueError, match="the parameters of the tool 'f' must be the schema of an object"):
         form.sampling_params([{"name": "f", "parameters": {"type": "array"}}])
     with pytest.raises(ValueError, match="tool_choice='required' needs a tool parser"):
