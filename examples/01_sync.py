@@ -1,4 +1,4 @@
-"""Several prompts at once, without a word of asyncio. No ``if __name__ == "__main__"`` is needed."""
+"""Several prompts at once, without asyncio. The script needs no ``if __name__ == "__main__"``."""
 
 from aioengine import Engine
 

@@ -1,4 +1,4 @@
-"""Text as it is made, in a plain loop. Leaving the loop early ends the request."""
+"""Stream text in a plain loop. Leaving the loop early aborts the request."""
 
 from aioengine import Engine, SamplingParams
 

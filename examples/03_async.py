@@ -14,7 +14,7 @@ async def main() -> None:
         for country, answer in zip(COUNTRIES, answers, strict=True):
             print(f"{country}:{answer['text']}")
 
-        # A deadline is no exception: what there is by then is the answer.
+        # At the deadline, the text so far is the answer. No exception is raised.
         answer = await engine.async_generate(
             "Once upon a time", {"max_new_tokens": None, "ignore_eos": True}, timeout=0.5
         )

@@ -1,4 +1,4 @@
-"""Two streams side by side, and one that is cancelled from outside."""
+"""Two streams at the same time, and one that is aborted by its id."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from aioengine import AsyncEngine
 async def tell(engine: AsyncEngine, prompt: str) -> None:
     text = ""
     async for chunk in engine.async_generate(prompt, {"temperature": 0, "max_new_tokens": 40}, stream=True):
-        assert chunk["text_offset"] == len(text)  # nothing is missing and nothing comes twice
+        assert chunk["text_offset"] == len(text)  # no gap and no overlap
         text += chunk["text"]
         print(f"{prompt!r} so far: {text!r}")
 

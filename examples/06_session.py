@@ -17,7 +17,7 @@ with Engine() as llm:
             rid = chunk["meta_info"]["id"]
         print()
 
-    # Two ways on from the same turn, which share all before them.
+    # Two branches of the same turn. They share its history.
     chats = [[{"role": "user", "content": question}] for question in BRANCHES]
     for question, answer in zip(
         BRANCHES, llm.chat(chats, params, session_params={"id": session, "rid": rid}), strict=True

@@ -1,4 +1,4 @@
-"""From text into dataclasses: every answer is JSON of the schema, at any temperature."""
+"""Extract dataclasses from text. Every answer is valid JSON for the schema, at any temperature."""
 
 from dataclasses import dataclass
 

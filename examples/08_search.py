@@ -3,7 +3,7 @@
     echo "Which animals are there?" | python 08_search.py
     echo "Which animals are there?" | python 08_search.py BAAI/bge-small-en-v1.5
 
-Without an embedding model, the demo model gives the vectors. It was never trained for this.
+Without an argument, the demo model computes the vectors. It was not trained for this.
 """
 
 import sys

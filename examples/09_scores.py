@@ -19,9 +19,9 @@ def main() -> None:
         # A label counts as its first token, so these must differ.
         first_tokens = [llm.tokenizer.encode(f" {label}", add_special_tokens=False)[0] for label in LABELS]
         prompts = [QUESTION.format(country) for country in countries]
-        found = llm.score(None, prompts, first_tokens, apply_softmax=True)
+        scores_of_countries = llm.score(None, prompts, first_tokens, apply_softmax=True)
 
-    for country, scores in zip(countries, found, strict=True):
+    for country, scores in zip(countries, scores_of_countries, strict=True):
         best = max(scores)
         print(f"{country}: {LABELS[scores.index(best)]} ({best:.2f})")
 

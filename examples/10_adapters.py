@@ -2,7 +2,7 @@
 
     python 10_adapters.py [folder]
 
-The adapters are trained first where the folder has none: with `pip install peft`, half a minute on a CPU.
+If the folder has none, they are trained first. This needs `pip install peft`, and half a minute on a CPU.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """Questions about drawn pictures, with a tiny vision model: `python 11_images.py [folder]`.
 
-The model is trained first where the folder has none: with `pip install pillow`, a few minutes on a CPU.
+If the folder has none, it is trained first. This needs `pip install pillow`, and a few minutes on a CPU.
 """
 
 import subprocess

@@ -35,8 +35,8 @@ async def run_engine(app: web.Application) -> AsyncIterator[None]:
     """Run the engine for the lifetime of the app."""
     engine = app[ENGINE]
 
-    async def stop_after(event: Awaitable[object]) -> None:
-        if await event is not None:  # wait_failed() returns None when the engine was shut down
+    async def stop_after(end: Awaitable[object]) -> None:
+        if await end is not None:  # wait_failed() returns None when the engine was shut down
             signal.raise_signal(signal.SIGINT)  # which ends web.run_app
 
     async with engine:

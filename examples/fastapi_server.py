@@ -49,8 +49,8 @@ def make_app(engine: AsyncEngine, stop: Callable[[], None]) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async def stop_after(event: Awaitable[object]) -> None:
-            await event
+        async def stop_after(end: Awaitable[object]) -> None:
+            await end
             stop()
 
         async with engine:

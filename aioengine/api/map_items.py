@@ -37,10 +37,11 @@ def map(
 
     An item is a text, a list of token ids, or a dict of keyword arguments of ``async_generate`` (of ``async_chat``, if
     it has ``messages``). ``sampling_params`` and ``options`` apply to all items. The parameters of an item replace them
-    one by one. Items are read as rows are returned, so the memory does not depend on their number.
+    one by one; a ``SamplingParams`` object replaces all shared sampling parameters. Items are read as rows are
+    returned, so the memory does not depend on their number.
 
-    ordered: return rows in the order of the items; False: as they end. window: maximum number of items whose rows were
-        not returned yet (default: twice ``max_running_requests``).
+    ordered: return rows in the order of the items; False: as they end.
+    window: maximum number of items whose rows were not returned yet (default: twice ``max_running_requests``).
     checkpoint: a file for the rows, as JSON lines, with a journal beside it (``.journal``). If the files exist, their
         rows are returned and not computed again. They must belong to the same items and parameters.
     return_exceptions: the row of a wrong or failed item has an ``error`` instead of an answer. False: raise it.

@@ -3,10 +3,10 @@
 A kernel returns the output of a chunk and the logarithm of its sum of exponentials, so that ``merge`` can combine
 chunks.
 
-There are two kernels. ``attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN. The
-latter is twice as fast where MKL does not use AVX-512. It gives the same bits if both split sums in the same way.
-``attend`` calls torch's fused kernel. It is used if they do not, on CPUs where it is faster (``_has_fast_products``),
-and for small models (``SMALL_SIZE``).
+There are two kernels. ``attend_by_products`` computes in fp32 with MKL, and full blocks of a prompt with oneDNN, which
+is twice as fast where MKL does not use AVX-512. Both give the same bits if they split sums in the same way. ``attend``
+calls torch's fused kernel. It is used if the bits differ, on CPUs where it is faster (``_has_fast_products``), and for
+small models (``SMALL_SIZE``).
 
 B rows or 1, H kv heads, M padded query rows per kv head, C positions of a chunk, E head size, X chunks.
 """
@@ -137,8 +137,8 @@ TRIED_ROWS = (4, 8, 16)
 TRIED_TIMES = (1, 2, 3, 5, 9, 12)
 TRIED_WIDTHS = tuple(range(32, CHUNK, 32))
 """Candidates for ``KernelLimits.widths``."""
-MAX_ROWS = 200
-"""Above 192 rows, the kernel uses another block size than below."""
+TRIED_ROWS = 200
+"""Query rows of a trial. Above 192 rows, torch's kernel uses another block size."""
 TRIED_OFFSETS = (0, 16, 37)
 """Indices of a row among many: without AVX-512, results depend on the index."""
 TRIED_SCALE = 0.05
@@ -200,7 +200,7 @@ def _matches(kernel: Kernel, rows: int, width: int, *, head_size: int, dtype: to
     which reveals another summation order. A row of large queries attends to one key, which reveals its score.
     """
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(2, 2, MAX_ROWS, head_size, generator=generator).to(dtype)
+    queries = torch.randn(2, 2, TRIED_ROWS, head_size, generator=generator).to(dtype)
     queries[:, :, ::2] *= LARGE
     keys, values = torch.randn(2, 2, 2, CHUNK, head_size, generator=generator).to(dtype)
     half = width // 2

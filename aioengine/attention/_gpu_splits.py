@@ -13,6 +13,7 @@ MAX_SPLITS = 32
 STEP = 128
 """Positions that a program loads at a time. Splits start at multiples of this."""
 COLUMNS = 5
+"""Rows of the result of ``plan_splits``."""
 
 
 def max_splits(num_rows: int, num_kv_heads: int) -> int:

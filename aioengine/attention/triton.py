@@ -11,7 +11,7 @@ T packed tokens, R rows, H query heads, K kv heads, E head size, V value size, N
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -55,7 +55,7 @@ GLUON_VERSION = "3.6."
 """The version of Triton whose Gluon ``prompt_attention`` uses. Gluon still changes."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def prompt_kernels() -> ModuleType | None:
     """Return ``prompt_attention``; None: it does not support this GPU or this version of Triton."""
     triton_version: str = triton.__version__  # pyright: ignore[reportAttributeAccessIssue]

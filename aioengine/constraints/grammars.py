@@ -127,10 +127,12 @@ class Constraint:
     """The position of a request in its grammar.
 
     Attributes:
-        source: computes its masks. is_complete: no token is allowed any more. error: the reason why the grammar cannot
-            be followed any further, or empty. forced: the next tokens, if no others are allowed. The request has
-            ``num_forced`` of them; llguidance gets all together. next_token: the only allowed token; -1: the mask has
-            the allowed tokens.
+        source: computes its masks.
+        is_complete: no token is allowed any more.
+        error: the reason why the grammar cannot be followed any further, or empty.
+        forced: the next tokens, if no others are allowed.
+        num_forced: how many of them the request has already; llguidance receives all of them after the last.
+        next_token: the only allowed token; -1: the mask has the allowed tokens.
     """
 
     def __init__(

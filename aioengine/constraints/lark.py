@@ -79,7 +79,7 @@ def checked_lark(text: str, names: Mapping[str, str]) -> str:
         symbols = alternatives[open_names[-1]][-1]
         if kind == "operator":
             raise ValueError(f"{token[0]!r} of terminals is not supported: it may take any time to compile")
-        if kind == "rule" or kind == "statement":
+        if kind in ("rule", "statement"):
             body = bodies.setdefault(token[kind], _Body())
             open_names = [token[kind]]
             alternatives.setdefault(token[kind], []).append([])

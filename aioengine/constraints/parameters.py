@@ -36,6 +36,7 @@ JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
 
 _ONE_SPACE: Final = r"[ \n]?"
 _ANY_JSON: Final = "$$ANY$$"
+"""The value with which callers of SGLang ask for any JSON value."""
 
 
 # ---------------------------------------------------------------- checks of each parameter
@@ -113,8 +114,8 @@ def choice(name: str, value: object) -> list[str]:
     choices = [checks.text(f"{name}[{i}]", entry, max_bytes=MAX_REGEX_BYTES) for i, entry in enumerate(entries)]
     if not choices or not all(choices):
         raise checks.wrong_value(name, "a list of strings that are not empty", value)
-    if sum(map(len, choices)) > MAX_CHOICE_CHARACTERS:
-        size = sum(map(len, choices))
+    size = sum(map(len, choices))
+    if size > MAX_CHOICE_CHARACTERS:
         raise ValueError(f"{name} has {size:,} characters together; at most {MAX_CHOICE_CHARACTERS:,} are allowed")
     return choices
 

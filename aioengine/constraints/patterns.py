@@ -1,4 +1,4 @@
-"""Patterns of callers for the ``regex`` package: bounds on the cost of compiling them, and a cache.
+"""Stop patterns (``stop_regex``): bounds on the cost of compiling them, and a cache.
 
 ``regex`` copies a repeated part when it compiles, so ten characters such as ``(a{999}){999}`` can fill the memory.
 Fuzzy matching, recursion and full case folding have similar costs. Searching is bounded by a timeout instead.
@@ -22,7 +22,8 @@ MAX_SIZE: Final = 50_000
 """Largest ``expanded_size`` of all patterns of a request together. Compiling them takes 20 ms at most."""
 
 _EMPTY_SEARCH_S: Final = 0.003
-_BYTES_OF_A_SEARCH: Final = 16_384
+_BASE_BYTES: Final = 16_384
+"""Estimated memory of a compiled pattern in addition to its own size."""
 _PURGE_EVERY: Final = 1000
 _LARGE_ESCAPE_BYTES: Final = 20
 r"""Added for each \R and \X, which ``regex`` writes out as a dozen parts."""
@@ -93,7 +94,8 @@ def compile_pattern(pattern: str) -> Any:
     """
     expanded_size(pattern)
     try:
-        compiled = regex.compile(pattern, flags=regex.V0, cache_pattern=False)  # its own cache has no bound in bytes
+        # Not cached by regex, whose cache is not limited in bytes.
+        compiled = regex.compile(pattern, flags=regex.V0, cache_pattern=False)
         empty_match = compiled.search("", timeout=_EMPTY_SEARCH_S)
     except TimeoutError:
         raise _refused(pattern, "takes too long on the empty text; write it without nested repetitions") from None
@@ -134,7 +136,7 @@ class PatternCache:
             self._patterns.move_to_end(pattern)
             return self._patterns[pattern][0]
         compiled = compile_pattern(pattern)
-        num_bytes = _BYTES_OF_A_SEARCH + sys.getsizeof(compiled)
+        num_bytes = _BASE_BYTES + sys.getsizeof(compiled)
         self._patterns[pattern] = compiled, num_bytes
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes and len(self._patterns) > 1:

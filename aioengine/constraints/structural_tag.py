@@ -31,9 +31,9 @@ from aioengine.errors import UnsupportedSchemaError
 MAX_BYTES: Final = 262_144
 MAX_DEPTH: Final = 16
 MAX_STRINGS: Final = 32
-"""In each list of triggers, excludes or ends."""
+"""Maximum strings in each list of triggers, excludes or ends."""
 MAX_COUNT: Final = 1000
-"""Of ``repeat`` and ``max_chars``."""
+"""Maximum of ``repeat`` and ``max_chars``."""
 
 _OPTIONS: Final = {
     "const_string": ("value",),
@@ -160,7 +160,7 @@ class _TagReader:
         if kind == "repeat":
             min_count, max_count = _count(node, "min", pointer, 0), _count(node, "max", pointer, -1)
             if max_count != -1 and max_count < min_count:
-                _wrong(f"{pointer}/max", f"-1 or from 'min' ({min_count}) on", max_count)
+                _raise_wrong(f"{pointer}/max", f"-1 or from 'min' ({min_count}) on", max_count)
             if max_count == 0:
                 return Literal([""])
         return self._grammar.repeated(parts, pointer, min_count, None if max_count == -1 else max_count)
@@ -177,7 +177,7 @@ class _TagReader:
         for value, pointer in entries:
             tag = _object(value, pointer)
             if tag.get("type", "tag") != "tag":
-                _wrong(f"{pointer}/type", "'tag'", tag["type"])
+                _raise_wrong(f"{pointer}/type", "'tag'", tag["type"])
             _check_options(tag, "tag", pointer)
             begin = _string(tag, "begin", pointer)
             tags.append((begin, self._grammar.write(self._after_begin(tag, pointer, depth + 1), pointer)))
@@ -191,7 +191,7 @@ class _TagReader:
         for begin, rule in tags:
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
-                _wrong(f"{rule.pointer}/begin", "a text that starts with one of the triggers", begin)
+                _raise_wrong(f"{rule.pointer}/begin", "a text that starts with one of the triggers", begin)
             rest = self._grammar.write([Literal([begin.removeprefix(trigger)]), rule], rule.pointer)
             rules.setdefault(trigger, []).append(rest)
         loops = not _flag(node, "stop_after_first", pointer)
@@ -212,7 +212,7 @@ class _TagReader:
         rules: dict[str, list[Rule]] = {}
         for value, at in _list(node, "rules", pointer):
             if not isinstance(value, list) or len(cast("list[object]", value)) != 2:
-                _wrong(at, "a list of a text and a format", value)
+                _raise_wrong(at, "a list of a text and a format", value)
             begin, content = cast("list[object]", value)
             rule = self._grammar.write(self.read(content, f"{at}/1", depth + 1), f"{at}/1")
             rules.setdefault(_strings([begin], at)[0], []).append(rule)
@@ -227,7 +227,7 @@ def _one_of(tags: list[tuple[str, Rule]], pointer: str) -> Part:
 # ---------------------------------------------------------------- values of options
 
 
-def _wrong(pointer: str, allowed: str, value: object) -> NoReturn:
+def _raise_wrong(pointer: str, allowed: str, value: object) -> NoReturn:
     raise ValueError(f"{pointer or 'it'} must be {allowed}, got {shown(value)}")
 
 
@@ -240,21 +240,21 @@ def _check_options(node: Format, kind: str, pointer: str) -> None:
 
 def _object(value: object, pointer: str) -> Format:
     if not isinstance(value, dict):
-        _wrong(pointer, "an object", value)
+        _raise_wrong(pointer, "an object", value)
     return cast("Format", value)
 
 
 def _string(node: Format, key: str, pointer: str) -> str:
     value = node.get(key)
     if not isinstance(value, str) or any("\ud800" <= char <= "\udfff" for char in value):
-        _wrong(f"{pointer}/{key}", "a string", value)
+        _raise_wrong(f"{pointer}/{key}", "a string", value)
     return value
 
 
 def _strings(value: object, pointer: str) -> list[str]:
     entries = cast("list[object]", value) if isinstance(value, list) else []
     if not entries or len(entries) > MAX_STRINGS or "" in entries:
-        _wrong(pointer, f"a list of 1 to {MAX_STRINGS} strings that are not empty", value)
+        _raise_wrong(pointer, f"a list of 1 to {MAX_STRINGS} strings that are not empty", value)
     return [_string({str(i): entry}, str(i), pointer) for i, entry in enumerate(entries)]
 
 
@@ -267,21 +267,21 @@ def _list(node: Format, key: str, pointer: str) -> list[tuple[Any, str]]:
     """Return the entries of a list, each with its pointer."""
     value = node.get(key)
     if not isinstance(value, list) or not value:
-        _wrong(f"{pointer}/{key}", "a list with entries", value)
+        _raise_wrong(f"{pointer}/{key}", "a list with entries", value)
     return [(entry, f"{pointer}/{key}/{i}") for i, entry in enumerate(cast("Sequence[Any]", value))]
 
 
 def _flag(node: Format, key: str, pointer: str, *, default: bool = False) -> bool:
     value = node.get(key, default)
     if not isinstance(value, bool):
-        _wrong(f"{pointer}/{key}", "true or false", value)
+        _raise_wrong(f"{pointer}/{key}", "true or false", value)
     return value
 
 
 def _count(node: Format, key: str, pointer: str, minimum: int) -> int:
     value = node.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        _wrong(f"{pointer}/{key}", f"an integer from {minimum}", value)
+        _raise_wrong(f"{pointer}/{key}", f"an integer from {minimum}", value)
     if value > MAX_COUNT:
         raise_unsupported(f"{pointer}/{key}", key, f"is {value:,}; at most {MAX_COUNT:,} is enforced")
     return value

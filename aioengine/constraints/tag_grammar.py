@@ -16,7 +16,9 @@ from typing import Final, NamedTuple, NoReturn
 from aioengine.constraints.python_regex import escaped
 from aioengine.errors import UnsupportedSchemaError
 
-_TAKES_ALL: Final = "has free text beside another format, and would take its text: put a const_string before it"
+_TAKES_ALL: Final = (
+    "has free text as an alternative to another format, and could consume its text: put a const_string before it"
+)
 TOKEN: Final = "%token"
 """The body of a rule for a special token, before the text of the token. The vocabulary replaces it by an id."""
 _NUMBER_CHARACTERS: Final = frozenset("0123456789.eE+-")
@@ -50,8 +52,8 @@ class Terminal:
 
 @dataclass
 class FreeText:
-    """Text that contains none of ``excludes``. A key of ``triggers`` starts one of its rules. If ``loops`` is set, free
-    text continues after the rule.
+    """Text that contains none of ``excludes``. The text of a key of ``triggers`` starts one of the rules of this key.
+    If ``loops`` is set, free text continues after the rule.
     """
 
     pointer: str
@@ -133,7 +135,8 @@ class TagGrammar:
             is_open = isinstance(run[-1], Terminal)
             return Rule(self._lexeme(_expression(run), is_lazy=not is_open), part.pointer, is_open)
         end = left[0] if left and isinstance(left[0], Literal) else None
-        del left[: end is not None]
+        if end is not None:
+            del left[0]
         if isinstance(part, FreeText):
             return Rule(self._free(part, end), part.pointer, is_open=end is None)
         _check_beside(part, is_last=end is None and not left)

@@ -11,7 +11,7 @@ bits. On other CPUs its sums of two products have 16 bits. These hold products o
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Final, Literal
 
 import torch
@@ -69,9 +69,9 @@ def prepare(
 ) -> PreparedMatmul[Codes]:
     """Prepare the matmul with int8 codes [O, I], which have a scale per output, and bias [O].
 
-    activation_bits: 16, or 14 where parts have 7 bits, on a CPU. is_shared: the codes stay in memory. If parts have 8
-    bits, they are not copied to oneDNN's layout. Matmuls of two rows then take 1.7 times as long, and matmuls of 64
-    rows 1.2 times.
+    activation_bits: 16, or 14 where parts have 7 bits, on a CPU.
+    is_shared: the codes stay in memory. With parts of 8 bits, they are then not copied to oneDNN's layout. Matmuls of
+    two rows take 1.7 times as long, and matmuls of 64 rows 1.2 times.
     """
     weight, scales, is_on_cpu = codes.packed, codes.scales, codes.packed.device.type == "cpu"
     bits = part_bits() if is_on_cpu else 8
@@ -115,9 +115,12 @@ def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
     return tuple(count for count in counts if num_parts * count >= min_integer_rows) or counts
 
 
-@lru_cache(maxsize=1)
+@cache
 def part_bits() -> int:
-    """Return how many bits activations may have so that oneDNN's sums are exact on this CPU: 8 or 7. 0: no oneDNN."""
+    """Return how many bits activations may have so that oneDNN's sums are exact on this CPU.
+
+    8 or 7; 0: no number of bits, or torch has no oneDNN.
+    """
     if not torch.backends.mkldnn.is_available():
         return 0
     weight = torch.tensor([[127, -128], [127, 127]], dtype=torch.int8).repeat(8, 64)

@@ -5,10 +5,11 @@ row often uses another kernel than many, and matrix units split the columns into
 library may divide a long sum among them. So each weight shape is tried at the start with some row counts. Later, rows
 are padded with copies or split to counts that give equal bits:
 
-- fp32 weights that fp16 holds, where torch has FBGEMM: see ``half_linear``.
+- fp32 weights that fp16 holds, where torch has FBGEMM and oneDNN: see ``half_linear``.
 - Other weights in bf16 and fp32, if oneDNN supports them (``uses_onednn``): ``TILED_COUNTS`` are tried, and the counts
-  that agree are used. Without a matrix unit, if only counts below ``COMMON_ROWS`` differ, all ``PADDED_COUNTS`` above
-  them are used. If few counts agree in bf16, the matmul runs in fp32.
+  that agree are used. If the weights are packed (all but bf16 with a matrix unit), and only counts below
+  ``COMMON_ROWS`` differ, all ``PADDED_COUNTS`` above them are used. If few counts agree in bf16, the matmul runs in
+  fp32.
 - Other dtypes: ``TRIED_PLAIN_COUNTS`` are tried. If n is the largest count that differs, all counts from the next tried
   count after n on are used.
 
@@ -146,8 +147,8 @@ PADDED_COUNTS = (
 )
 """Row counts of a matmul with a packed weight. Padding adds 4 % of rows on average."""
 TILED_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Row counts for matrix units, and row counts that are tried with each weight. A matrix unit for bf16 takes as long for
-24 rows as for 32, so it uses only multiples of ``TILE_ROWS`` above it.
+"""Row counts that are tried with each weight. A matrix unit for bf16 uses no others, and above ``TILE_ROWS`` only its
+multiples: 24 rows take as long as 32.
 """
 TILE_ROWS = 16
 """Rows that a matrix unit for bf16 multiplies in the time of one."""
@@ -161,7 +162,9 @@ CACHED_BYTES = 1 << 20
 def choose_matmul(
     out_features: int, in_features: int, dtype: torch.dtype, num_threads: int, *, has_bias: bool = False
 ) -> MatmulChoice:
-    """Return a packing in ``dtype`` if enough row counts agree, else one in fp32, else one that computes row by row.
+    """Return the row counts and the dtype of the matmul.
+
+    They are those of ``dtype`` if enough row counts agree, else those of fp32, else one row at a time in fp32.
 
     num_threads: only part of the cache key, because the trials depend on it.
     """

@@ -37,7 +37,9 @@ class StateRows(NamedTuple):
 
 
 class DeltaGates(NamedTuple):
-    """Inputs of the gated delta rule: decay g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
+    """Inputs of the gated delta rule: g = -exp(log_rate) * softplus(steps + bias), and beta = sigmoid(scores).
+
+    g is the logarithm of the decay.
 
     Attributes:
         steps, scores: [T, H], any row stride, the same for both.

@@ -45,7 +45,8 @@ def qkv_order(shape: AttentionShape, pairs: list[int] | None, config: AttentionC
     size, num_heads, num_kv_heads = shape.head_size, shape.num_heads, shape.num_kv_heads
     num_gates = num_heads if config.has_output_gate else 0
     heads = torch.arange((num_gates + num_heads + 2 * num_kv_heads) * size).view(-1, size)
-    gates, heads = heads[1 : 2 * num_gates : 2], torch.cat([heads[: 2 * num_gates : 2], heads[2 * num_gates :]])
+    queries_and_gates, others = heads.split((2 * num_gates, len(heads) - 2 * num_gates))
+    gates, heads = queries_and_gates[1::2], torch.cat([queries_and_gates[::2], others])
     if config.is_grouped:
         groups = heads.view(num_kv_heads, -1, size)
         heads = torch.cat([groups[:, :-2].reshape(-1, size), groups[:, -2], groups[:, -1]])

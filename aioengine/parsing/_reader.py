@@ -62,12 +62,12 @@ class TextReader:
     # ------------------------------------------------------------ events
 
     def content(self, text: str) -> None:
-        """Give out text as content."""
+        """Emit text as content."""
         if text:
             self._events.append(Content(text))
 
     def reasoning(self, text: str) -> None:
-        """Give out text as reasoning."""
+        """Emit text as reasoning."""
         if text:
             self._events.append(Reasoning(text))
 
@@ -76,7 +76,7 @@ class TextReader:
         self._events.append(ToolCallBegin(self._num_calls, name))
 
     def arguments(self, text: str) -> None:
-        """Give out a piece of the arguments of the tool call."""
+        """Emit a piece of the arguments of the tool call."""
         if text:
             self._events.append(ToolArguments(self._num_calls, text))
 
@@ -167,7 +167,7 @@ class TextReader:
             yield
 
     def call(self, name: str) -> Steps[bool]:
-        """Give out a tool call whose arguments are the next object, after its first brace. Return whether they are
+        """Emit a tool call whose arguments are the next object, after its first brace. Return whether they are
         complete.
         """
         self.begin_call(name)

@@ -60,7 +60,7 @@ class MistralCalls(ToolCallFormat):
 
 
 def _read_list(reader: TextReader, before: str) -> Steps[None]:
-    """Read the calls of a list. before: the text to give out before text that is no call."""
+    """Read the calls of a list. before: the text to emit before text that is no call."""
     while (text := (yield from reader.json_call())) is None:
         comma = yield from reader.take(_COMMA)
         if comma is None:

@@ -28,7 +28,7 @@ class ThinkTags:
         return prompt.rstrip().endswith(self.begin)
 
     def read(self, reader: TextReader, *, is_open: bool) -> Steps[None]:
-        """Read an answer to the end of the text, and give out its reasoning and its content."""
+        """Read an answer to the end of the text, and emit its reasoning and its content."""
         begin = yield from reader.take(regex.compile(SPACES + regex.escape(self.begin)))
         if begin or is_open:
             yield from reader.skip_spaces()

@@ -25,10 +25,10 @@ _DTYPES: Final = {
     "U8": torch.uint8,
 }
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Output i of eight is at this place in its word."""
+"""The position in its word of output i of eight."""
 _WEIGHTS: Final = ("weight", "weight_packed", "qweight")
 _ONES: Final = {4: 0x11111111, 8: 0x01010101}
-"""Words of codes that are 1."""
+"""Number of bits -> a word in which each code is 1."""
 _SPREADS: Final[dict[str | int, float]] = {"nf4": 0.52, "fp4": 0.49, 4: 4.6, 8: 74.0, "fp8": 1.0}
 """Standard deviations of random codes (``load_format="dummy"``)."""
 _FP4: Final = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)

@@ -2,8 +2,8 @@
 
 A tensor is read in pieces of some rows. For a GPU, pieces are read into pinned memory and copied to the device while
 the next piece is read. For a CPU, a piece is read directly into the parameter if the dtypes are equal. So at most
-``NUM_READERS * NUM_BUFFERS`` pieces are in memory beside the parameters, for any size of tensors and files. X bytes or
-elements, R rows, C elements of a row.
+``NUM_READERS * NUM_BUFFERS`` pieces are in memory beside the parameters, for any size of tensors and files. A tensor
+that cannot be divided, such as a transposed one, is one piece. X bytes or elements, R rows, C elements of a row.
 """
 
 from __future__ import annotations

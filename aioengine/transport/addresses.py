@@ -24,6 +24,7 @@ MEDIA_SUFFIX = ".media"
 SHARED_MEMORY = "/dev/shm"
 """The directory for images, if it has enough space."""
 _MAX_NAME = len("/detokenizer-99")
+"""Length of the longest name of a socket in the directory."""
 
 
 class PrivateDirectory:

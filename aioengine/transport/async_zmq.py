@@ -89,4 +89,4 @@ class AsyncZmqReceiver(PullSocket):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         else:
-            self._socket.getsockopt(zmq.EVENTS)
+            self._socket.getsockopt(zmq.EVENTS)  # the descriptor reports the next frame only after this call

@@ -26,7 +26,7 @@ from aioengine.kernels.triton.launcher import alignments, dtypes, kernel, next_p
 from aioengine.kernels.triton.skinny_linear import FEW_OUTPUTS, MANY_OUTPUTS
 
 OUTPUTS = tl.constexpr(8)
-"""Of a program: the scales of a group fill a sector of memory."""
+"""Outputs of a program. Their scales of a group fill a sector of memory."""
 
 
 def _vector_asm() -> str:

@@ -143,7 +143,7 @@ _ASM_INT8 = tl.constexpr(
 def _load_for(numbers: tl.tensor, values: tl.tensor, places: tl.tensor, inside: tl.tensor | None) -> tl.tensor:
     """Load the scales, zeros or offsets of numbers from ``places``: one for each number, or for each group of numbers.
 
-    numbers: [outputs, groups * N] or [outputs, groups, N], if places are [outputs, groups]; one group is only broadcast
+    Places [outputs, groups] are for numbers [outputs, groups * N] or [outputs, groups, N]. A single group is broadcast.
     """
     loaded = _as_scales(tl.load(values + places) if inside is None else tl.load(values + places, mask=inside, other=0))
     if len(numbers.shape) == 3:

@@ -13,7 +13,7 @@ T tokens, C positions of all rows, H query heads, N plain and P rotated elements
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ def _num_stages(tile: AttentionTile, query_columns: int, columns: int, itemsize:
     return max(min(tile.num_stages, free // (tile.block * (query_columns + columns) * itemsize)), 1)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _shared_bytes() -> int:
     """Return the shared memory per program in bytes; without a GPU, the value of Hopper."""
     if not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def compiled_in_threads(device: torch.device) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=1)
+@cache
 def has_dependent_launch() -> bool:
     """Return whether the GPU supports programmatic dependent launch (Hopper and newer).
 

@@ -40,12 +40,12 @@ class ScoreRules(NamedTuple):
 
     @property
     def cap(self) -> float:
-        """Return the constant CAP of the kernels; 0.0: no cap."""
+        """The constant CAP of the kernels; 0.0: no cap."""
         return 0.0 if self.soft_cap is None else self.soft_cap / math.log(2)
 
     @property
     def tensors_key(self) -> object:
-        """Return the part of a ``KernelLauncher`` key that depends on the sinks and the scales."""
+        """The part of a ``KernelLauncher`` key that depends on the sinks and the scales."""
         return dtypes(self.sinks), alignments(self.sinks, self.scales)
 
 

@@ -66,7 +66,10 @@ class ImageSource(NamedTuple):
 
 
 class SourceBytes(NamedTuple):
-    """size: (width, height) if ``data`` is RGB bytes; (0, 0) if it is an image file."""
+    """The bytes of an image.
+
+    size: (width, height) if ``data`` is RGB bytes; (0, 0) if it is an image file.
+    """
 
     data: bytes
     digest: bytes

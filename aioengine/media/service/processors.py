@@ -1,8 +1,8 @@
 """The image processors of transformers, with bytes for pixels. The results have the same bits.
 
 A byte has 256 values, so the processor rescales and normalizes a table of them once. Pixels stay bytes. The device
-looks up their values, and cuts images into patches. A file has a quarter of the bytes of
-the processor's own results, for Qwen's models an eighth.
+looks up their values, and cuts images into patches. A file has a quarter of the bytes of the processor's own results,
+for Qwen's models an eighth.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ LINE = row({"type": "any_text"}, word("\n"))
     ],
 )
 def test_free_text_that_can_match_another_format_is_refused(given: Format) -> None:
-    with pytest.raises(UnsupportedSchemaError, match="has free text beside another format"):
+    with pytest.raises(UnsupportedSchemaError, match="has free text as an alternative to another format"):
         SamplingParams(structural_tag={"format": given})
 
 
