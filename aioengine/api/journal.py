@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from aioengine.api import checks
+from aioengine.constraints.parameters import json_schema
 
 SUFFIX: Final = ".journal"
 SYNC_INTERVAL_S: Final = 1.0
@@ -72,8 +73,8 @@ def encode_row(row: Mapping[str, object]) -> bytes:
 def _plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if isinstance(value, type):  # a schema
-        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type):
+        return json_schema("json_schema", value)
     if isinstance(value, checks.Array):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not a JSON type")
@@ -81,6 +82,9 @@ def _plain(value: object) -> object:
 
 class Journal:
     """The files of one job. Used by one thread at a time, but ``sync`` may run in another thread."""
+
+    _journal_fd = _rows_fd = -1
+    _earlier_rows: BinaryIO | None = None  # the file of the rows, for ``read``
 
     def __init__(self, path: str | os.PathLike[str], parameters: Mapping[str, object]) -> None:
         """Create the files of a new job, or open the files of a job with the same ``parameters``.
@@ -92,7 +96,6 @@ class Journal:
         self.path = os.fspath(path)
         self._num_bytes = 0  # of the complete rows in the file
         self._is_done = bytearray()
-        self._earlier_rows: BinaryIO | None = None  # the file of the rows, for ``read``
         self._read_ahead: dict[int, bytes] = {}  # index -> row in the file before a row that was asked for
         self._synced_at = time.monotonic()
         header = as_json(parameters, "the parameters") + b"\n"
@@ -100,7 +103,6 @@ class Journal:
         if has_rows and not os.path.exists(self.path + SUFFIX):
             raise ValueError(f"{self.path} exists, but not its journal {self.path + SUFFIX}; choose another file")
         self._journal_fd = os.open(self.path + SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._rows_fd = -1
         try:
             try:
                 fcntl.flock(self._journal_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,6 +227,9 @@ class Journal:
         self._journal_fd = self._rows_fd = -1
         if self._earlier_rows is not None:
             self._earlier_rows.close()
+
+    def __del__(self) -> None:
+        self.close()  # for a job that was left while a thread opened its files
 
 
 def _write(file: int, data: bytes) -> None:

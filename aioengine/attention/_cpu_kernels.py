@@ -137,7 +137,7 @@ TRIED_ROWS = (4, 8, 16)
 TRIED_TIMES = (1, 2, 3, 5, 9, 12)
 TRIED_WIDTHS = tuple(range(32, CHUNK, 32))
 """Candidates for ``KernelLimits.widths``."""
-TRIED_ROWS = 200
+MANY_ROWS = 200
 """Query rows of a trial. Above 192 rows, torch's kernel uses another block size."""
 TRIED_OFFSETS = (0, 16, 37)
 """Indices of a row among many: without AVX-512, results depend on the index."""
@@ -200,7 +200,7 @@ def _matches(kernel: Kernel, rows: int, width: int, *, head_size: int, dtype: to
     which reveals another summation order. A row of large queries attends to one key, which reveals its score.
     """
     generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(2, 2, TRIED_ROWS, head_size, generator=generator).to(dtype)
+    queries = torch.randn(2, 2, MANY_ROWS, head_size, generator=generator).to(dtype)
     queries[:, :, ::2] *= LARGE
     keys, values = torch.randn(2, 2, 2, CHUNK, head_size, generator=generator).to(dtype)
     half = width // 2

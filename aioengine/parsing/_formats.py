@@ -13,7 +13,7 @@ from aioengine.api import checks
 from aioengine.constraints.structural_tag import lark_of
 from aioengine.parsing._events import Content, Event
 from aioengine.parsing._reader import TextReader
-from aioengine.parsing._tools import ANY_OBJECT, Format, Tool, ToolCallFormat, tools_of
+from aioengine.parsing._tools import ANY_OBJECT, Format, Tool, ToolCallFormat, function_of, tools_of
 from aioengine.parsing.think import ThinkTags
 
 ToolDict: TypeAlias = Mapping[str, Any]
@@ -175,8 +175,7 @@ def _refusal(answer: str) -> ValueError | None:
 def _name_of(choice: ToolChoice) -> str | None:
     """Return the name of the function that the model must call, or None. Raises ValueError for a wrong choice."""
     if isinstance(choice, Mapping):
-        function: Any = choice.get("function") or choice
-        name = function.get("name") if isinstance(function, Mapping) else None
+        name = function_of(choice).get("name")
         if isinstance(name, str):
             return name
     elif choice in ("auto", "none", "required"):

@@ -135,9 +135,15 @@ def tools_of(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
     return [_tool_of(i, tool) for i, tool in enumerate(tools)]
 
 
-def _tool_of(number: int, tool: Any) -> Tool:
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+def function_of(value: object) -> Json:
+    """Return the ``function`` of a tool or a tool choice, else the dict itself; empty: the value has another form."""
+    function = (cast("Json", value).get("function") or value) if isinstance(value, Mapping) else None
+    return cast("Json", function) if isinstance(function, Mapping) else {}
+
+
+def _tool_of(number: int, tool: object) -> Tool:
+    function = function_of(tool)
+    name = function.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError(f"tools[{number}] must have a function with a name, got {checks.shown(tool)}")
     parameters = function.get("parameters") or {"additionalProperties": False}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aioengine.api.jobs import ITEMS_AT_ONCE, AnswerIterator, AsyncAnswerIterator, Job, Row
+from aioengine.api.journal import Journal
 from aioengine.frontend.portal import Portal
 from aioengine.frontend.progress import RowBar
 from tests.kit.waiting import until
-
-if TYPE_CHECKING:
-    from aioengine.api.journal import Journal
 
 
 class Answers:
@@ -173,6 +173,34 @@ async def test_closing_ends_a_reader_that_waits_and_starts_no_more_items() -> No
     with pytest.raises(StopAsyncIteration):
         await asyncio.wait_for(reading, 30)
     assert (answers.num_read, answers.num_cancelled, len(answers.waiting)) == (2, 2, 0)
+
+
+async def test_leaving_a_job_that_reads_its_checkpoint_closes_the_files(tmp_path: Path) -> None:
+    path, reads, may_end = tmp_path / "rows.jsonl", threading.Event(), threading.Event()
+
+    def open_journal() -> Journal:
+        journal = Journal(path, {})
+        reads.set()
+        assert may_end.wait(60)
+        return journal
+
+    answers = Answers()
+    job = Job(answers.answer, RowBar(None, False), window=1, open_journal=open_journal)
+    reader = asyncio.ensure_future(anext(AsyncAnswerIterator([], job)))
+    await asyncio.to_thread(reads.wait)
+    reader.cancel()
+    await asyncio.wait([reader])
+    may_end.set()
+    await until(lambda: can_open(path))
+
+
+def can_open(path: Path) -> bool:
+    """Return whether no other job has the file."""
+    try:
+        Journal(path, {}).close()
+    except BlockingIOError:
+        return False
+    return True
 
 
 def test_closing_ends_a_thread_that_waits_and_starts_no_more_items() -> None:

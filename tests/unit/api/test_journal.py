@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import msgspec
@@ -197,5 +198,7 @@ def test_two_writers_are_refused(path: Path) -> None:
 def test_equal_items_have_equal_json_and_other_values_are_refused() -> None:
     assert as_json({"b": 1, "a": Path("x")}, "item 0") == as_json({"a": "x", "b": 1}, "item 0")
     assert as_json(np.array([1, 2]), "item 0") == b"[1,2]"
+    one, two = (make_dataclass("Person", [("name", kind)]) for kind in (str, int))
+    assert as_json(one, "item 0") != as_json(two, "item 0"), "a class with other fields is another schema"
     with pytest.raises(TypeError, match="item 7 of a job .* must consist of JSON values: object is not a JSON type"):
         as_json({"image_data": object()}, "item 7")
