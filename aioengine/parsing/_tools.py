@@ -137,7 +137,8 @@ def tools_of(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
 
 def function_of(value: object) -> Json:
     """Return the ``function`` of a tool or a tool choice, else the dict itself; empty: the value has another form."""
-    function = (cast("Json", value).get("function") or value) if isinstance(value, Mapping) else None
+    outer = cast("Json", value) if isinstance(value, Mapping) else {}
+    function: object = outer.get("function") or outer
     return cast("Json", function) if isinstance(function, Mapping) else {}
 
 
