@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -56,8 +55,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def freeze_existing_objects() -> None:
     """Exclude existing objects from garbage collection. torch and transformers have a million objects."""
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # of clients in earlier files
-        gc.collect()
+    gc.collect()
     gc.freeze()
 
 

@@ -39,10 +39,12 @@ def server() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_code_of_the_guide_runs(server: Served, number: int) -> None:
+    names: dict[str, Any] = {}
     with redirect_stdout(StringIO()) as printed:
-        exec(PROGRAMS[number].replace("http://localhost:8000", server.url), {})
+        exec(PROGRAMS[number].replace("http://localhost:8000", server.url), names)
+    if "client" in names:
+        names["client"].close()
     assert printed.getvalue().strip()
 
 
