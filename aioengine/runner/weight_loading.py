@@ -21,6 +21,7 @@ from aioengine.layers.ranks import RankGroup
 from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import MAX_TEXT, TEXTS, read_config, split_config
+from aioengine.model_files.tensor_file import dtype_name
 from aioengine.models._base import Model
 from aioengine.protocol.messages import Argument, Control, Fact, Reply
 from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, RefusedError, WeightCall, loaded_by
@@ -312,9 +313,8 @@ class WeightLoader:
 
     def _device_tensors(self, tensors: Mapping[str, Tensor]) -> _DeviceTensors:
         """Return tensors [...] with the names of the model. Raises ValueError if they do not match the model."""
-        dtypes = {dtype: name for name, dtype in DTYPES.items()}
         entries = [
-            Entry(name, Path(), tuple(tensor.shape), dtypes[tensor.dtype], name) for name, tensor in tensors.items()
+            Entry(name, Path(), tuple(tensor.shape), dtype_name(tensor), name) for name, tensor in tensors.items()
         ]
         entries = weights.matching_entries(self._model, entries, self._targets, is_part=True, shown="this call")
         return _DeviceTensors({entry.name: tensors[entry.stored_name] for entry in entries})
