@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aioengine.kernels import adapter_linear, linear
+from aioengine.kernels import linear
 from aioengine.kernels.activation import activate_and_mul
 from aioengine.kernels.adapter_types import AdapterTiles, AdapterWeights
 from aioengine.kernels.row_counts import Matmul
@@ -56,7 +56,12 @@ class PooledAdapters:
         For a gated layer, return silu(gate) * up: [T, O / 2].
         """
         assert isinstance(grouping, AdapterTiles), "rows are grouped for a CPU"
-        return adapter_linear.add(matmul, x.contiguous(), self._weights, grouping, is_gated=self._is_gated)
+        from aioengine.kernels.triton import adapter_linear
+
+        is_one_part = len(self._weights.sizes) == 1  # the checkpoint fuses gate and up
+        gates_in_kernel = self._is_gated and not is_one_part
+        y = adapter_linear.add(matmul, x.contiguous(), self._weights, grouping, is_gated=gates_in_kernel)
+        return activate_and_mul(y, "silu") if self._is_gated and is_one_part else y
 
 
 class LayerMatrices:

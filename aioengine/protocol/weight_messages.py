@@ -73,6 +73,14 @@ DTYPE_NAMES: Final = {
 """Name of a dtype in torch -> name in safetensors files."""
 
 
+class RefusedError(Exception):
+    """A control call changes nothing, for this reason. data: of its reply."""
+
+    def __init__(self, reason: str, data: str = "") -> None:
+        super().__init__(reason)
+        self.data = data
+
+
 class CudaTensor(msgspec.Struct, array_like=True):
     """A tensor in the GPU memory of another process, as ``torch.UntypedStorage._share_cuda_`` describes it.
 

@@ -18,16 +18,16 @@ from aioengine import plugins
 from aioengine.api import checks
 from aioengine.layers.layer import Target
 from aioengine.layers.ranks import RankGroup
-from aioengine.model_files import folder_files, tensor_file
+from aioengine.model_files import folder_files
 from aioengine.model_files.checkpoint import Entry, check_unchanged, file_states, listed
 from aioengine.model_files.quantization import MAX_TEXT, TEXTS, read_config, split_config
-from aioengine.model_files.tensor_file import TensorFile
+from aioengine.model_files.tensor_file import dtype_name
 from aioengine.models._base import Model
 from aioengine.protocol.messages import Argument, Control, Fact, Reply
-from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, WeightCall, loaded_by
+from aioengine.protocol.weight_messages import NOT_OPEN, CudaTensor, RefusedError, WeightCall, loaded_by
 from aioengine.runner import weights
 from aioengine.runner.model_runner import ModelRunner
-from aioengine.runner.trainer_group import TrainerGroup
+from aioengine.runner.trainer_group import TrainerGroups
 from aioengine.runner.weight_reading import DTYPES, check_all, check_finite, check_values, layer_of
 from aioengine.settings.config import TRANSFORMERS, LoadedWeights, Settings
 
@@ -40,14 +40,6 @@ class WeightsBrokenError(BaseException):
     It is no ``Exception``, because the old weights are lost: the process ends, and the next one starts with the new
     weights.
     """
-
-
-class _RefusedError(Exception):
-    """A control call changes nothing, for this reason. data: of its reply."""
-
-    def __init__(self, reason: str, data: str = "") -> None:
-        super().__init__(reason)
-        self.data = data
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +107,7 @@ class WeightLoader:
         capture_graphs: captures the CUDA graphs of the runner again, after they were dropped.
         ranks: None if there is one rank.
         """
+        self._groups = TrainerGroups(settings.runner)
         calls: dict[str, Callable[[Mapping[str, Argument]], str | None]] = {
             WeightCall.CHECK: self._check,
             WeightCall.LOAD: self._load,
@@ -122,8 +115,8 @@ class WeightLoader:
             WeightCall.END: self._end,
             WeightCall.CANCEL: self._cancel,
             WeightCall.GET: self._get,
-            WeightCall.JOIN_GROUP: self._join,
-            WeightCall.LEAVE_GROUP: self._leave,
+            WeightCall.JOIN_GROUP: self._groups.join,
+            WeightCall.LEAVE_GROUP: self._groups.leave,
             WeightCall.RECEIVE: self._receive,
             WeightCall.RELEASE_MEMORY: self._release,
             WeightCall.RESUME_MEMORY: self._resume,
@@ -140,9 +133,6 @@ class WeightLoader:
         self._ranks = ranks
         self._update = 0  # number of the open update
         self._arrived: set[str] = set()  # names of its tensors
-        self._groups: dict[str, TrainerGroup] = {}
-        self._received: _DeviceTensors | None = None
-        self._received_file: TensorFile | None = None
         self._opened: tuple[str, _DeviceTensors] | None = None
         """The checked tensors of another process, and their handles, which may be opened only once."""
         self._replace_by_files(settings.model.weights.tensor_files)
@@ -167,7 +157,7 @@ class WeightLoader:
             new.check(self._targets)
             check_unchanged(files, "while it was checked")
         except ValueError as error:
-            raise _RefusedError(str(error)) from error
+            raise RefusedError(str(error)) from error
         return json.dumps(files)
 
     def _load(self, arguments: Mapping[str, Argument]) -> None:
@@ -183,7 +173,7 @@ class WeightLoader:
         except Exception as error:
             raise WeightsBrokenError(f"new weights could not be loaded: {error}") from error
         self._opened = None
-        self._keep_received(None)
+        self._groups.forget_received()
         if loaded is None:
             self._arrived |= new.names
         else:
@@ -211,71 +201,43 @@ class WeightLoader:
     def _get(self, arguments: Mapping[str, Argument]) -> str:
         """Return the first rows of a tensor as JSON, or null if there is no such tensor."""
         if "weights" in self._released:
-            raise _RefusedError(RELEASED)
+            raise RefusedError(RELEASED)
         name, num_rows = str(arguments["name"]), int(str(arguments["num_rows"]))
         target = self._targets.get(name)
         if target is None:
             return "null"
         if target.writer is not None or target.source is not None:
             where = "quantized" if target.source is None else "divided among ranks"
-            raise _RefusedError(f"{name} is {where}, and cannot be returned")
+            raise RefusedError(f"{name} is {where}, and cannot be returned")
         self._model.open_for_loading("", {layer_of(name)})
         rows = self._model.weights()[name].tensor[:num_rows]
         numbers = (rows.float() if rows.is_floating_point() else rows).tolist()
         weights.finish(self._model)
         return json.dumps(numbers)
 
-    def _join(self, arguments: Mapping[str, Argument]) -> None:
-        name, runner = str(arguments["group"]), self._settings.runner
-        offset, size, port = (int(str(arguments[key])) for key in ("rank_offset", "world_size", "port"))
-        num_ranks, rank = (1, 0) if runner.ranks is None else (runner.ranks.size, runner.ranks.rank)
-        rank += offset + runner.replica * num_ranks
-        if name in self._groups:
-            raise _RefusedError(f"the engine is in a group {name!r} already; destroy it first")
-        if arguments["backend"] == "nccl" and not torch.cuda.is_available():
-            raise _RefusedError("backend='nccl' needs a GPU; backend='gloo' works")
-        try:
-            backend, address = str(arguments["backend"]), str(arguments["address"])
-            self._groups[name] = TrainerGroup(name, backend, address, port, rank=rank, size=size)
-        except RuntimeError as error:
-            raise _RefusedError(f"rank {rank} could not join the group at {address}:{port}: {error}") from error
-
-    def _leave(self, arguments: Mapping[str, Argument]) -> None:
-        del self._groups[self._group_of(arguments)]
-
     def _receive(self, arguments: Mapping[str, Argument]) -> str | None:
         """Receive tensors before they are checked, because the program waits until all have received them."""
         self._require_update(arguments)
-        group = self._groups[self._group_of(arguments)]
-        sent = msgspec.json.decode(str(arguments["tensors"]), type=list[tuple[str, str, tuple[int, ...]]])
         try:
-            tensors = group.receive((tensor, DTYPES[dtype], shape) for tensor, dtype, shape in sent)
+            tensors = self._groups.receive(arguments)
             self._check_model(None)
             new = self._device_tensors(tensors)
             new.check(self._targets)
         except (ValueError, RuntimeError) as error:
-            raise _RefusedError(str(error)) from error
-        self._keep_received(new, in_file=bool(arguments.get("keeps")))
-        return None if self._received_file is None else json.dumps(self._received_file.path)
-
-    def _keep_received(self, new: _DeviceTensors | None, *, in_file: bool = False) -> None:
-        """Keep received tensors until they are loaded. in_file: also in a file, which another process opens."""
-        if self._received_file is not None:
-            self._received_file.close()
-        self._received = new
-        is_first = self._ranks is None or self._ranks.rank == 0
-        self._received_file = tensor_file.write(new.tensors) if new is not None and in_file and is_first else None
+            raise RefusedError(str(error)) from error
+        path = self._groups.keep(new.tensors, in_file=bool(arguments.get("keeps")))
+        return None if path is None else json.dumps(path)
 
     def _release(self, arguments: Mapping[str, Argument]) -> None:
         tags = set(cast("list[str]", arguments["tags"])) - self._released
         if not self._settings.memory.can_release:
-            raise _RefusedError("this engine cannot release memory; give its constructor enable_memory_saver=True")
+            raise RefusedError("this engine cannot release memory; give its constructor enable_memory_saver=True")
         if "weights" in tags and not self._loaded.are_kept:
-            raise _RefusedError(
+            raise RefusedError(
                 "weights that were given as tensors would be lost; enable_weights_cpu_backup=True keeps a copy"
             )
         if "weights" in tags and self._settings.model.implementation == TRANSFORMERS:
-            raise _RefusedError("the weights of a model in transformers' code cannot be released")
+            raise RefusedError("the weights of a model in transformers' code cannot be released")
         if "kv_cache" in tags:
             self._runner.release_pools()
         if "weights" in tags:
@@ -309,18 +271,10 @@ class WeightLoader:
     def _require_update(self, arguments: Mapping[str, Argument]) -> None:
         """Refuse a call if this process has no weights, or not the open update of the call."""
         if "weights" in self._released:
-            raise _RefusedError(RELEASED)
+            raise RefusedError(RELEASED)
         if _update_of(arguments) != self._update:
             text = "no weight update is open, because the process was replaced after begin_weight_update; begin again"
-            raise _RefusedError(text, data=NOT_OPEN)
-
-    def _group_of(self, arguments: Mapping[str, Argument]) -> str:
-        """Return the name of the group of a call. Refuse the call if the engine is not in it."""
-        name = str(arguments["group"])
-        if name not in self._groups:
-            hint = "call init_weights_update_group (again, if its process was replaced)"
-            raise _RefusedError(f"the engine is in no group {name!r}; {hint}")
-        return name
+            raise RefusedError(text, data=NOT_OPEN)
 
     # ------------------------------------------------------------ tensors
 
@@ -349,8 +303,8 @@ class WeightLoader:
             entries = weights.checked_entries(self._model, Path(path), self._targets, is_part=is_part, shown=shown)
             return _FileTensors(entries)
         if arguments.get("received"):
-            assert self._received is not None, "nothing was received"
-            return self._received
+            assert self._groups.received is not None, "nothing was received"
+            return _DeviceTensors(self._groups.received)
         handles = str(arguments["handles"])
         if self._opened is None or self._opened[0] != handles:
             tensors = msgspec.json.decode(handles, type=list[CudaTensor])
@@ -359,9 +313,8 @@ class WeightLoader:
 
     def _device_tensors(self, tensors: Mapping[str, Tensor]) -> _DeviceTensors:
         """Return tensors [...] with the names of the model. Raises ValueError if they do not match the model."""
-        dtypes = {dtype: name for name, dtype in DTYPES.items()}
         entries = [
-            Entry(name, Path(), tuple(tensor.shape), dtypes[tensor.dtype], name) for name, tensor in tensors.items()
+            Entry(name, Path(), tuple(tensor.shape), dtype_name(tensor), name) for name, tensor in tensors.items()
         ]
         entries = weights.matching_entries(self._model, entries, self._targets, is_part=True, shown="this call")
         return _DeviceTensors({entry.name: tensors[entry.stored_name] for entry in entries})
@@ -401,7 +354,7 @@ class WeightLoader:
 def _reply_to(call: Callable[[Mapping[str, Argument]], str | None], control: Control) -> Reply:
     try:
         return Reply(control.call_id, True, data=call(control.arguments) or "")
-    except _RefusedError as refusal:
+    except RefusedError as refusal:
         return Reply(control.call_id, False, str(refusal), data=refusal.data)
 
 

@@ -27,25 +27,12 @@ from aioengine.layers.layer import Slice, Target, errors_of
 from aioengine.model_files import checkpoint, folder_files
 from aioengine.model_files.checkpoint import Entry
 from aioengine.model_files.gguf_header import BLOCKS
+from aioengine.protocol.weight_messages import DTYPE_NAMES
 from aioengine.quantization._base import RowWriter
 
 Report = Callable[[int, int], None]
 
-
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, dtype) for dtype, name in DTYPE_NAMES.items()}
 """dtype name in safetensors files -> torch dtype."""
 
 PIECE_BYTES: Final = 8 << 20

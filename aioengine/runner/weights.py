@@ -36,12 +36,11 @@ from aioengine.model_files.checkpoint import (
     read_headers,
 )
 from aioengine.model_files.quantization import TEXTS, UNUSED
+from aioengine.model_files.tensor_file import dtype_name
 from aioengine.models._base import Model
-from aioengine.runner.weight_reading import DTYPES, Report, read_all
+from aioengine.runner.weight_reading import Report, read_all
 from aioengine.settings.config import LoadedWeights, Settings
 
-_EXACT_TYPES = {dtype: name for name, dtype in DTYPES.items() if name not in FLOAT_BYTES}
-"""dtypes that require the same dtype in the file -> their names in files."""
 _DUMMY_BLOCK = 1_048_573  # a prime, so that rows of a matrix differ
 
 
@@ -156,7 +155,10 @@ def read(entries: list[Entry], targets: Mapping[str, Target], report: Report) ->
 
 def _exact_type(target: Target) -> str:
     """Return the type that the tensor must have in the file; "" for any floating-point type."""
-    return _EXACT_TYPES.get(target.tensor.dtype, "") if target.writer is None else target.writer.stored
+    if target.writer is not None:
+        return target.writer.stored
+    name = dtype_name(target.tensor)
+    return "" if name in FLOAT_BYTES else name
 
 
 def fill_dummy(targets: dict[str, Target], *, seed: int) -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from aioengine.kernels import linear
-from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_types import RANK_UNIT, TABLE_COLUMNS, UNIT, AdapterTiles, AdapterWeights, rows_of_tile
+from aioengine.layers.adapters import PooledAdapters
 from aioengine.protocol.messages import Adapter, Sampling
 from aioengine.runner.build import build
 from aioengine.runner.lora.grouping import tile
 from aioengine.scheduler.plan import NOTHING, TOKENS, NewRow, Row, StepPlan
 from aioengine.settings.config import LoraSettings
+from tests.compute.adapter_reference import add_adapters
 from tests.compute.runner_world import make_settings, save_model
-from tests.gpu.test_kernels import in_torch
 from tests.kit.adapter_files import write_adapter
 
 if TYPE_CHECKING:
@@ -82,27 +82,29 @@ def test_adapter_kernels_equal_the_reference(
 ) -> None:
     ranks = [tuple(max_rank for _ in sizes), tuple(16 for _ in sizes), tuple(16 * (i % 2) for i in range(len(sizes)))]
     weights = weights_of(size, sizes, ranks, dtype)
+    adapters = PooledAdapters(weights, is_gated=is_gated)
     for num_rows in (1, 19, 300):
         slots = np.random.default_rng(num_rows).integers(0, NUM_SLOTS + 1, num_rows).astype(np.int32)
         x = torch.randn(num_rows, size, device="cuda", dtype=dtype)
         y = torch.randn(num_rows, sum(sizes), device="cuda", dtype=dtype)
         tiles = tiles_of(slots)
-        actual = add(Given(y), x, weights, tiles, is_gated=is_gated).double()
+        actual = adapters.add(Given(y), x, tiles).double()
         wide = AdapterWeights(weights.pool.double(), weights.table, 0, size, sizes, weights.max_rank)
-        expected = in_torch(add, Given(y.double()), x.double(), wide, tiles, is_gated=is_gated)
+        expected = add_adapters(y.double(), x.double(), wide, tiles, is_gated=is_gated)
         assert (actual - expected).norm() < (1e-2 if dtype == torch.bfloat16 else 1e-6) * expected.norm()
 
 
 def test_row_does_not_depend_on_other_rows() -> None:
     sizes = 512, 256, 256
-    weights = weights_of(1024, sizes, [(16, 16, 16), (32, 16, 0), (16, 0, 48)], torch.bfloat16)
+    ranks = [(16, 16, 16), (32, 16, 0), (16, 0, 48)]
+    adapters = PooledAdapters(weights_of(1024, sizes, ranks, torch.bfloat16), is_gated=False)
     matmul = linear.prepare(torch.randn(1024, 1024, device="cuda").bfloat16(), None, batch_invariant=True)
     x = torch.randn(400, 1024, device="cuda").bfloat16()
     slots = (np.arange(400) % (NUM_SLOTS + 1)).astype(np.int32)
-    whole = add(matmul, x, weights, tiles_of(slots, batch_invariant=True), is_gated=False)
+    whole = adapters.add(matmul, x, tiles_of(slots, batch_invariant=True))
     for chosen in (np.arange(3), np.arange(50, 90), np.array([399, 7, 250])):
         tiles = tiles_of(slots[chosen], batch_invariant=True)
-        assert torch.equal(add(matmul, x[chosen], weights, tiles, is_gated=False), whole[chosen])
+        assert torch.equal(adapters.add(matmul, x[chosen], tiles), whole[chosen])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""``kernels.adapter_linear`` on a GPU: y [T, O] += B (A x), x [T, I]. The rows are in N tiles of R rows of one adapter.
+"""LoRA for rows with different adapters: y [T, O] += B (A x), x [T, I].
+
+The rows are in N tiles of R rows of one adapter. A row of the result depends on the other rows only through the tile
+size, which is constant with ``batch_invariant``.
 
 Kernels:
 
@@ -245,7 +248,10 @@ def _vector_kernel(
 
 
 def add(matmul: Matmul, x: Tensor, weights: AdapterWeights, tiles: AdapterTiles, *, is_gated: bool) -> Tensor:
-    """Compute ``kernels.adapter_linear.add``: x [T, I] -> [T, O], or [T, O / 2] with ``is_gated``."""
+    """Return ``matmul(x)`` plus the adapter outputs: x [T, I], contiguous -> [T, O].
+
+    With ``is_gated``, return silu(gate) * up of the two parts: [T, O / 2].
+    """
     num_tiles, num_rows = tiles.order.shape
     shape = _shape(weights.size, max(weights.sizes), weights.max_rank, num_rows, has_16_bits=x.dtype != torch.float32)
     sizes = (*weights.sizes, 0, 0)[:3]

@@ -11,16 +11,14 @@ from aioengine.runner.lora.grouping import FixedTiles, StepAdapters, TileRows, t
 from tests.compute.interpreted import run_interpreted
 
 PROGRAM = """
-import functools
-
 import numpy as np
 import torch
 
 from aioengine.kernels import linear
-from aioengine.kernels.adapter_linear import add
 from aioengine.kernels.adapter_types import AdapterWeights, AdapterTiles
-from aioengine.kernels.triton import adapter_linear
+from aioengine.layers.adapters import PooledAdapters
 from aioengine.runner.lora.grouping import tile
+from tests.compute.adapter_reference import add_adapters
 
 torch.manual_seed(0)
 NUM_SLOTS, UNIT, RANK_UNIT = 3, 16, 16
@@ -45,26 +43,28 @@ def slots_of(size, sizes, ranks_of_slots, max_rank, dtype):
 
 def check(size, sizes, ranks, max_rank, num_rows, rows_of_tile, dtype=torch.float32, is_gated=False):
     weights = slots_of(size, sizes, ranks, max_rank, dtype)
+    adapters = PooledAdapters(weights, is_gated=is_gated)
     slots = np.random.default_rng(0).integers(0, NUM_SLOTS + 1, num_rows).astype(np.int32)
     order, tile_slots = tile(slots, num_slots=NUM_SLOTS, size=rows_of_tile)
     tiles = AdapterTiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
     x, y = torch.randn(num_rows, size, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
-    expected = add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
-    result = adapter_linear.add(lambda _: y.clone(), x, weights, tiles, is_gated=is_gated)
+    expected = add_adapters(y, x, weights, tiles, is_gated=is_gated)
+    result = adapters.add(lambda _: y.clone(), x, tiles)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
     for slot in (1, 2):  # a single row
         order, tile_slots = tile(np.array([slot], dtype=np.int32), num_slots=NUM_SLOTS, size=16)
         tiles = AdapterTiles(torch.from_numpy(order), torch.from_numpy(tile_slots))
         matmul = linear.DeviceMatmul(torch.randn(sum(sizes), size, dtype=dtype) * size**-0.5, y[0])
-        plain = functools.partial(torch.nn.functional.linear, weight=matmul.weight, bias=matmul.bias)
-        expected = add(plain, x[:1], weights, tiles, is_gated=is_gated)
-        result = adapter_linear.add(matmul, x[:1], weights, tiles, is_gated=is_gated)
+        plain = torch.nn.functional.linear(x[:1], matmul.weight, matmul.bias)
+        expected = add_adapters(plain, x[:1], weights, tiles, is_gated=is_gated)
+        result = adapters.add(matmul, x[:1], tiles)
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 
 
 check(48, [64, 32, 32], [(16, 0, 16), (32, 32, 32), (16, 16, 16)], 32, 30, 16)
 check(600, [130], [(16,), (48,), (0,)], 48, 9, 16)
+check(600, [130], [(16,), (48,), (0,)], 48, 9, 16, is_gated=True)
 check(80, [96, 96], [(16, 16), (0, 16), (16, 0)], 16, 40, 16, is_gated=True)
 check(2100, [70, 70], [(80, 16), (96, 96), (0, 0)], 96, 70, 64, is_gated=True)
 check(2100, [64, 32, 32], [(16, 16, 16), (0, 0, 16), (16, 0, 0)], 16, 20, 16, torch.float16)

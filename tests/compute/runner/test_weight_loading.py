@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from aioengine.protocol.messages import Control
 from aioengine.protocol.weight_messages import WeightCall
-from aioengine.runner import build, weight_loading
+from aioengine.runner import build, trainer_group, weight_loading
 from aioengine.runner.weight_loading import WeightsBrokenError
 from aioengine.runner.weight_reading import check_all
 from aioengine.settings.config import LoadedWeights
@@ -171,7 +171,7 @@ class FakeGroup:
 
 def receive(world: World, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> Reply:
     """Let the runner join a group, and receive tensors."""
-    monkeypatch.setattr(weight_loading, "TrainerGroup", lambda *_, **options: FakeGroup(tensors))
+    monkeypatch.setattr(trainer_group, "TrainerGroup", lambda *_, **options: FakeGroup(tensors))
     group = {"group": "trainer", "backend": "gloo", "address": "127.0.0.1", "port": 1}
     join = Control(1, WeightCall.JOIN_GROUP, group | {"rank_offset": 1, "world_size": 2})
     assert world.runner.controls[WeightCall.JOIN_GROUP](join).success
