@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aioengine.kernels.codes import Codes, pack_nibbles
+from aioengine.kernels.codes import EXPONENT_BIAS, Codes, pack_nibbles
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
@@ -34,5 +34,18 @@ def to_codes(blocks: Tensor, scales: Tensor) -> Codes:
 
 def to_blocks(codes: Codes) -> Tensor:
     """Return the blocks [O, G, 16] of ``to_codes``."""
-    even, odd = codes.unpacked().unflatten(1, (-1, 16, 2)).unbind(3)
+    return _packed(codes.unpacked())
+
+
+def encode(weight: Tensor, scales: Tensor) -> Tensor:
+    """Return the blocks [O, G, 16] of a weight [O, 32 G] that was dequantized with ``scales`` [O, G]."""
+    exponents = EXPONENT_BIAS - scales.int().unsqueeze(2)
+    numbers = torch.ldexp(weight.float().unflatten(1, (-1, 32)), exponents).flatten(1)
+    codes = torch.searchsorted(torch.tensor(_POSITIVE), numbers.abs()) | numbers.signbit() << 3
+    return _packed(codes.to(torch.uint8))
+
+
+def _packed(numbers: Tensor) -> Tensor:
+    """Pack 4-bit numbers: [O, 32 G] -> [O, G, 16]."""
+    even, odd = numbers.unflatten(1, (-1, 16, 2)).unbind(3)
     return even | odd << 4

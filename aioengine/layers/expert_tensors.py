@@ -42,7 +42,7 @@ def empty(config: ExpertsConfig, hidden_size: int, placement: Placement) -> Expe
             placement.empty(num_experts, 2 * inner, hidden_size),
             placement.empty(num_experts, hidden_size, inner),
         )
-        return reopened(config, ExpertWeights(*matrices, gate=gate_function(config)))
+        return reopened(config, ExpertWeights(*matrices, gate=gate_function(config)), {})
     tensors = {
         name: torch.empty(spec.shape, dtype=torch.uint8 if spec.dtype else placement.dtype, device=placement.device)
         for name, spec in checkpoint_tensors(config, hidden_size).items()
@@ -77,13 +77,15 @@ def source(config: ExpertsConfig, name: str, inner_range: tuple[int, int], inner
     return Slice(2, ((start // MXFP4_BLOCK, stop // MXFP4_BLOCK),), inner_size // MXFP4_BLOCK)
 
 
-def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
+def reopened(config: ExpertsConfig, weights: ExpertWeights, scales: Tensors) -> ExpertTensors:
     """Return tensors with the values of ``weights``, possibly as views.
 
-    MXFP4 weights that were dequantized are returned in the layout "interleaved".
+    scales: those of dequantized MXFP4 weights.
     """
-    if not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor):
-        return _as_mxfp4(config, weights)
+    if config.stored == "mxfp4":
+        return _as_mxfp4(config, weights, scales)
+    assert isinstance(weights.gate_up, torch.Tensor)
+    assert isinstance(weights.down, torch.Tensor)
     if config.stored == "packed":
         gate_up, down = config.names
         return ExpertTensors({gate_up: weights.gate_up, down: weights.down}, lambda: weights)
@@ -101,20 +103,23 @@ def reopened(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
     return ExpertTensors(tensors, lambda: _from_interleaved(config, tensors))
 
 
-def _as_mxfp4(config: ExpertsConfig, weights: ExpertWeights) -> ExpertTensors:
+def _as_mxfp4(config: ExpertsConfig, weights: ExpertWeights, scales: Tensors) -> ExpertTensors:
     """Undo ``_from_mxfp4``."""
-    tensors = _biases(config, weights)
-    for name, codes in zip(config.names, weights[:2], strict=True):
-        assert isinstance(codes, Codes)
-        parts = codes.split([codes.shape[0] // config.num_experts] * config.num_experts)
-        blocks, scales = (
-            torch.stack([mxfp4.to_blocks(part) for part in parts]),
-            torch.stack([part.scales for part in parts]),
-        )
-        if name == config.names[0]:
-            blocks, scales = _interleave(blocks), _interleave(scales)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, None))
+    tensors, wide = _biases(config, weights), None
+    for name, weight in zip(config.names, weights[:2], strict=True):
+        is_gated = name == config.names[0]
+        if isinstance(weight, Codes):
+            parts = weight.split([weight.shape[0] // config.num_experts] * config.num_experts)
+            blocks = torch.stack([mxfp4.to_blocks(part) for part in parts])
+            own_scales = torch.stack([part.scales for part in parts])
+        else:
+            wide, own_scales = weight.dtype, scales[f"{name}_scales"]
+            own_scales = _gates_first(own_scales) if is_gated else own_scales
+            blocks = torch.stack(list(map(mxfp4.encode, weight, own_scales)))
+        if is_gated:
+            blocks, own_scales = _interleave(blocks), _interleave(own_scales)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": own_scales}
+    return ExpertTensors(tensors, lambda: _from_mxfp4(config, tensors, wide))
 
 
 def _biases(config: ExpertsConfig, weights: ExpertWeights) -> Tensors:
@@ -158,9 +163,9 @@ def _with_biases(
 def _mxfp4_weight(tensors: Tensors, name: str, wide: torch.dtype | None, *, is_gated: bool) -> Tensor | Codes:
     """Return the weight with gates first: codes [E * outputs, inputs], or [E, outputs, inputs] in the dtype ``wide``.
 
-    Converts expert by expert, codes in place, to bound the temporary memory.
+    Converts expert by expert, codes in place, to bound the temporary memory. Scales stay in ``tensors``.
     """
-    blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+    blocks, scales = tensors.pop(f"{name}_blocks"), tensors[f"{name}_scales"]
     shape = *scales.shape[:2], scales.shape[2] * MXFP4_BLOCK
     weights = None if wide is None else torch.empty(shape, dtype=wide, device=blocks.device)
     for expert in range(len(blocks)):

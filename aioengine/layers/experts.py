@@ -26,7 +26,7 @@ from aioengine.layers.layer import Layer, Placement, Slice, Target, Units, error
 from aioengine.layers.linear import Linear
 from aioengine.layers.mlp import MLP
 from aioengine.model_files.quantization import Axis
-from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec
+from aioengine.quantization._base import CodesFormat, LinearFormat, LinearSpec, Tensors
 from aioengine.quantization.plain import PLAIN, plain
 
 
@@ -88,6 +88,7 @@ class SparseMLP(Layer):
         self._format: LinearFormat = PLAIN
         self._tensors: ExpertTensors | None = None
         self._coded: tuple[CodedExperts | JoinedExperts, ...] = ()  # gate_up and down, if they are quantized
+        self._scales: Tensors = {}  # of dequantized MXFP4 weights, which may be replaced without their scales
         self._experts: DeviceExperts | GroupedExperts | None = None
         self.parts = ("", self._router), ("", self._shared)
 
@@ -172,7 +173,10 @@ class SparseMLP(Layer):
         down_bias = self._tensors.tensors.get(f"{self._config.names[-1]}_bias")
         if self._shard.rank and down_bias is not None:
             down_bias.zero_()  # only rank 0 adds it to the sum over the ranks
-        weights, self._tensors = self._tensors.assemble(), None
+        tensors, weights = self._tensors.tensors, self._tensors.assemble()
+        self._tensors = None
+        if isinstance(weights.gate_up, Tensor):
+            self._scales = {name: tensors[name] for name in tensors if name.endswith("_scales")}
         return weights
 
     def open_for_loading(self, prefix: str = "", modules: Collection[str] | None = None) -> None:
@@ -184,7 +188,7 @@ class SparseMLP(Layer):
         self._is_open = True
         weights = self._experts.weights()
         if not self._coded:
-            self._tensors = expert_tensors.reopened(self._config, weights)
+            self._tensors = expert_tensors.reopened(self._config, weights, self._scales)
         else:
             for matrix, codes in zip(self._coded, (weights.gate_up, weights.down), strict=True):
                 assert isinstance(codes, Codes)
@@ -192,7 +196,7 @@ class SparseMLP(Layer):
 
     def free_weights(self) -> None:
         super().free_weights()
-        self._experts, self._tensors, self._coded = None, None, ()
+        self._experts, self._tensors, self._coded, self._scales = None, None, (), {}
         self._is_open = True
 
     def __call__(self, x: Tensor, grouping: Grouping | None = None) -> Tensor:

@@ -210,7 +210,7 @@ class WeightLoader:
             where = "quantized" if target.source is None else "divided among ranks"
             raise RefusedError(f"{name} is {where}, and cannot be returned")
         self._model.open_for_loading("", {layer_of(name)})
-        rows = self._model.weights()[name].tensor[:num_rows]
+        rows = torch.atleast_1d(self._model.weights()[name].tensor)[:num_rows]
         numbers = (rows.float() if rows.is_floating_point() else rows).tolist()
         weights.finish(self._model)
         return json.dumps(numbers)

@@ -140,6 +140,7 @@ def test_mxfp4_weights_match_transformers(dtype: torch.dtype) -> None:
         codes = mxfp4.to_codes(own_blocks, own_scales)
         assert torch.equal(codes.dequantized(dtype).t(), own)
         assert torch.equal(mxfp4.to_blocks(codes), own_blocks)
+        assert torch.equal(mxfp4.encode(own.t().contiguous(), own_scales), own_blocks)
 
 
 def test_large_mxfp4_scales_are_refused() -> None:
@@ -166,12 +167,15 @@ def test_layer_tensors_match_the_checkpoint_description(stored: str) -> None:
     }
 
 
-@pytest.mark.parametrize("stored", ["separate", "packed", "interleaved"])
+@pytest.mark.parametrize("stored", ["separate", "packed", "interleaved", "mxfp4"])
 def test_layers_can_be_reloaded(stored: str) -> None:
     torch.manual_seed(0)
     layer = SparseMLP(SIZE, config_of(stored), PLACEMENT)
-    for target in layer.weights("").values():
-        target.tensor.copy_(torch.randn(target.shape) * 0.3)
+    for name, target in layer.weights("").items():
+        if target.tensor.dtype == torch.uint8:
+            target.tensor.random_(*((120, 126) if name.endswith("_scales") else (0, 256)))
+        else:
+            target.tensor.copy_(torch.randn(target.shape) * 0.3)
     loaded = {name: target.tensor.clone() for name, target in layer.weights("").items()}
     layer.finish_loading()
     x = torch.randn(9, SIZE)
@@ -202,7 +206,7 @@ def test_mxfp4_codes_can_be_stored_again() -> None:
         for rows in (64, SIZE)
     ]
     biases = torch.randn(NUM_EXPERTS, 64), torch.randn(NUM_EXPERTS, SIZE)
-    tensors = expert_tensors.reopened(config, ExpertWeights(codes[0], codes[1], *biases))
+    tensors = expert_tensors.reopened(config, ExpertWeights(codes[0], codes[1], *biases), {})
     assert {name: tensor.shape for name, tensor in tensors.tensors.items()} == {
         name: spec.shape for name, spec in described_tensors(config, SIZE).items() if name.startswith("experts")
     }

@@ -245,6 +245,16 @@ def test_packed_integers_are_returned_exactly(tmp_path: Path) -> None:
     assert json.loads(reply.data) == tensors[name][:2].tolist()
 
 
+def test_a_tensor_without_dimensions_is_returned_as_one_row(tmp_path: Path) -> None:
+    first, _, tensors = quantized_pair("fp8", tmp_path)
+    name = f"{LAYER}.weight_scale"
+    world = World(make_settings(first))
+    expected = logits_of(world)
+    reply = world.runner.controls[WeightCall.GET](Control(1, WeightCall.GET, {"name": name, "num_rows": 2}))
+    assert json.loads(reply.data) == [tensors[name].item()]
+    assert torch.equal(logits_of(world), expected), "the layer can be used again"
+
+
 def test_memory_is_released_only_if_the_engine_was_configured_for_it(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     reply = World(make_settings(tmp_path)).runner.controls[WeightCall.RELEASE_MEMORY](
