@@ -124,6 +124,7 @@ _packer_lock = Lock()
 
 
 def _pack(weight: Tensor) -> Future[PackedBlock]:
+    """Pack a weight [O, I] in a thread."""
     with _packer_lock:
         return _packer().submit(weight)
 

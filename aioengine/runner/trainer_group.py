@@ -100,7 +100,7 @@ class TrainerGroups:
         return group.receive((name, DTYPES[dtype], shape) for name, dtype, shape in sent)
 
     def keep(self, tensors: dict[str, Tensor], *, in_file: bool) -> str | None:
-        """Keep received tensors until they are loaded.
+        """Keep received tensors [...] until they are loaded.
 
         in_file: rank 0 also writes them to a file, which another process opens. Return its path.
         """
