@@ -27,8 +27,8 @@ from aioengine.kernels.arrays import Ints32, Ints64
 CHUNK = 512
 """Number of positions that the kernel processes at a time."""
 MASKED = -1.0e38
-"""Added to the score of a hidden position, so that its weight is 0, even if a page has huge keys of an earlier owner. It
-is finite: with -inf, the result of a chunk with only hidden positions would be NaN.
+"""Added to the score of a hidden position, so that its weight is 0, even if an earlier owner of its page has left huge
+keys there. It is finite: with -inf, the result of a chunk with only hidden positions would be NaN.
 """
 BLOCK_TOKENS = 128
 """Tokens of a prefill row computed in one call. More tokens would compute more masked scores."""

@@ -112,5 +112,5 @@ async def test_released_memory_is_free(tmp_path: Path) -> None:
         before = torch.cuda.mem_get_info()[0]
         await engine.release_memory_occupation("kv_cache")
         assert torch.cuda.mem_get_info()[0] - before > 0.9 * memory["kv_pool_bytes"]
-        await engine.release_memory_occupation()
+        await engine.release_memory_occupation("weights")
         assert torch.cuda.mem_get_info()[0] - before > 0.9 * (memory["kv_pool_bytes"] + memory["weights_bytes"])
