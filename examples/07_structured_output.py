@@ -14,14 +14,14 @@ class Person:
     city: str
 
 
-TEXTS = ["Ada, 36, works in London.", "Grace is 45 and has moved to New York.", "Kurt (28) left Brno for Vienna."]
+TEXTS = ["Ada is 36 years old and lives in London.", "Marco is 52 years old and lives in Rome."]
 
 if __name__ == "__main__":
     with Engine() as llm:
         params = {"json_schema": Person, "temperature": 0, "max_new_tokens": 120}
-        answers = llm.generate([f"{text} The person as JSON: " for text in TEXTS], params)
+        answers = llm.generate([f"{text} As JSON: " for text in TEXTS], params)
         for text, answer in zip(TEXTS, answers, strict=True):
             print(text, "->", msgspec.json.decode(answer["text"], type=Person))
 
-        tone = llm.generate("I like it very much. This is ", {"choice": ["positive", "negative"], "temperature": 0})
-        print(tone["text"])
+        capital = llm.generate("The capital of Peru is ", {"choice": ["Lima", "Oslo", "Rome"], "temperature": 0})
+        print(capital["text"])

@@ -171,7 +171,7 @@ def read(argv: Sequence[str] | None = None) -> Arguments:
     for name, about in _COMMANDS.items():
         usage = f"aioengine {name} [options]{_POSITIONAL.get(name, '')}"
         command = commands.add_parser(
-            name, usage=usage, help=about, description=about.capitalize() + ".", epilog=_EXAMPLES[name]
+            name, usage=usage, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=_EXAMPLES[name]
         )
         _add_own_flags(command, name)
         if name in ("generate", "chat", "batch"):
