@@ -182,7 +182,7 @@ def read(argv: Sequence[str] | None = None) -> Arguments:
     if unknown:
         flags = dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-"))
         words = [flag + _hint(flag, arguments.known_flags) for flag in flags or unknown]
-        parser.error(f"unrecognized arguments: {', '.join(words)}")
+        commands.choices[arguments.command].error(f"unrecognized arguments: {', '.join(words)}")
     return arguments
 
 
