@@ -125,7 +125,8 @@ def test_a_script_runs_on_a_shared_engine(
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # a warning of peft
-@pytest.mark.parametrize("name", ["10_adapters.py", pytest.param("11_images.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["10_adapters.py", "11_images.py"])
 def test_script_runs_with_the_trained_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

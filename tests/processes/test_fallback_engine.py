@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 def test_model_type_without_a_family_runs_with_adapters(tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(NemotronConfig(**SIZES)).eval()

@@ -50,13 +50,14 @@ def expected() -> list[list[int]]:
         return [answer["output_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "number"),
     [
         ("runner-1", signal.SIGKILL),
-        pytest.param("scheduler", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("runner-1", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("detokenizer", signal.SIGKILL, marks=pytest.mark.slow),
+        ("scheduler", signal.SIGKILL),
+        ("runner-1", signal.SIGSTOP),
+        ("detokenizer", signal.SIGKILL),
     ],
 )
 async def test_streams_continue_after_the_loss_of_a_process(

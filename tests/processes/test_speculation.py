@@ -136,6 +136,7 @@ async def test_answers_are_those_of_the_plain_engine(plain: Engine, engine: Engi
     assert plain.stats()["num_proposed_drafts"] == 0
 
 
+@pytest.mark.slow
 async def test_answers_are_the_same_when_the_scheduler_is_killed(plain: Engine, engine: Engine) -> None:
     alone, before = await ask_all(plain), engine.stats()
     asked = asyncio.create_task(ask_all(engine))

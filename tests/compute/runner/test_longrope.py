@@ -66,14 +66,15 @@ def world(folder: Path, model: PreTrainedModel, **changes: object) -> World:
     return World(small_settings(path=str(folder), vocab_size=96, load_format="auto", short_length=SHORT, **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"num_pages": 40, "depth": 1},
-        *(
-            pytest.param(changes, marks=pytest.mark.slow)
-            for changes in ({}, {"depth": 1}, {"prefix_cache": False}, {"page_size": 32, "num_pages": 48})
-        ),
+        {},
+        {"depth": 1},
+        {"prefix_cache": False},
+        {"page_size": 32, "num_pages": 48},
     ],
 )
 def test_tokens_equal_transformers(
