@@ -183,8 +183,9 @@ def find_limits(head_size: int, dtype: torch.dtype, num_threads: int, *, is_smal
 
 
 def _has_fast_products(dtype: torch.dtype) -> bool:
-    """Return whether products in fp32 are as fast as torch's fused kernel. It uses the matrix unit for bf16, and with
-    AVX2 it takes half the time in fp32.
+    """Return whether products in fp32 are as fast as torch's fused kernel.
+
+    The fused kernel uses the matrix unit for bf16, and with AVX2 takes half the time of products in fp32.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -21,7 +21,7 @@ MAX_INT8: Final = 127
 MIDDLE: Final = 8
 """The 4-bit code of 0 in symmetric formats."""
 EXPONENT_BIAS: Final = 127
-"""Of scales that are stored as exponents."""
+"""Bias of scales that are stored as exponents."""
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] = ()) -> Tensor:

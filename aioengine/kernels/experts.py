@@ -96,7 +96,7 @@ class GroupedExperts:
     def update(self, weights: ExpertWeights) -> None:
         self._gate_up = self._prepared(weights.gate_up, weights.gate_up_bias, weights.num_experts)
         self._down = self._prepared(weights.down, weights.down_bias, weights.num_experts)
-        self._rest = weights[2:]
+        self._biases, self._gate = (weights.gate_up_bias, weights.down_bias), weights.gate
 
     def _prepared(
         self, weight: Tensor | Codes, bias: Tensor | None, num_experts: int
@@ -115,7 +115,7 @@ class GroupedExperts:
     def weights(self) -> ExpertWeights:
         """Return copies of the weights in the layout that ``prepare`` takes."""
         gate_up, down = (_joined([matmul.restore() for matmul in own]) for own in (self._gate_up, self._down))
-        return ExpertWeights(gate_up, down, *self._rest)
+        return ExpertWeights(gate_up, down, *self._biases, self._gate)
 
     def __call__(self, x: Tensor, chosen: ChosenExperts, shared: SharedOutputs | None = None) -> Tensor:
         """Return [T, D] for x [T, D] and the experts of each row, with ``shared`` added."""
@@ -123,10 +123,9 @@ class GroupedExperts:
         sorted_experts, order = chosen.experts.flatten().sort(stable=True)
         used, counts = sorted_experts.unique_consecutive(return_counts=True)
         parts = x.new_empty((num_tokens * top_k, x.shape[1]))
-        gate = self._rest[-1]
         for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
             gate_up = self._gate_up[expert].matmul(x.index_select(0, pairs // top_k))
-            parts.index_copy_(0, pairs, self._down[expert].matmul(activate(gate_up, gate)))
+            parts.index_copy_(0, pairs, self._down[expert].matmul(activate(gate_up, self._gate)))
         weighted = parts.view(num_tokens, top_k, -1) * chosen.weights.to(x.dtype).unsqueeze(-1)
         total = weighted[:, 0]
         for index in range(1, top_k):
