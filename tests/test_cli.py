@@ -174,7 +174,7 @@ def test_bench_creates_the_requested_workload() -> None:
     ("argv", "message"),
     [
         (["generate", "x", "--page-size", "none"], "argument --page-size: invalid int value: 'none'"),
-        (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense (see"),
+        (["generate", "x", "--nonsense"], "unrecognized arguments: --nonsense (see aioengine generate --help)"),
         (["generate", "x", "--pipeline-parallel-size", "2"], "(pipeline parallelism: not available yet)"),
         (["generate", "x", "--host", "::"], "--host (it has no effect in aioengine)"),
         (["generate", "x", "--max-tokens", "5"], "arguments: --max-tokens (did you mean --max-new-tokens?) (see"),

@@ -645,8 +645,7 @@ class AsyncEngine(BaseEngine):
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
         """Return the first ``truncate_size`` rows of a tensor as lists of numbers; None: the name is unknown.
 
-        A tensor without dimensions has one row.
-        With several replicas, return the list of their results.
+        A tensor without dimensions has one row. With several replicas, return the list of their results.
 
         Raises:
             ValueError: the tensor is quantized, or divided among ranks.

@@ -144,8 +144,8 @@ def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     """Rotate q [1, H, T, E] and k [1, K, T, E] by cos and sin [1, T, E], as ``apply_rotary_pos_emb`` of transformers.
 
     Like transformers, it rounds each product, then their sum. On a GPU ``can_rotate_qk`` must be true, and the results
-    have the memory layouts [T, H, E] and [T, K, E]. On a CPU, the rotation of a fallback model is compared
-    with it while the model is loaded (``models._fallback_swaps``).
+    have the memory layouts [T, H, E] and [T, K, E]. On a CPU, the rotation of a fallback model is compared with
+    it while the model is loaded (``models._fallback_swaps``).
     """
     if not launcher.supports(q):
         return _transformers_rope(q, cos[:, None], sin[:, None]), _transformers_rope(k, cos[:, None], sin[:, None])

@@ -119,7 +119,7 @@ def _row_counts(num_outputs: int, num_parts: int) -> tuple[int, ...]:
 def part_bits() -> int:
     """Return how many bits activations may have so that oneDNN's sums are exact on this CPU.
 
-    8 or 7; 0: no number of bits, or torch has no oneDNN.
+    8 or 7; 0: they are exact for no number of bits, or torch has no oneDNN.
     """
     if not torch.backends.mkldnn.is_available():
         return 0

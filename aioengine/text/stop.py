@@ -102,8 +102,7 @@ REGEX_LOOKBEHIND: Final = 64
 """Characters of returned text that lookbehinds and word boundaries can see."""
 
 PUSH_BUDGET_S: Final = 0.02
-"""Limit for all patterns of a request and one piece of text, in CPU time. Meanwhile the text of other requests
-waits."""
+"""Limit for all patterns of a request and one piece of text, in CPU time. Meanwhile, other requests get no text."""
 
 REQUEST_BUDGET_S: Final = 0.1
 """Limit for all patterns of a request and all its text, in CPU time. Each piece adds ``PIECE_BUDGET_S``."""
